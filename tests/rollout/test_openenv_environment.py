@@ -1,18 +1,23 @@
 """Environments behind OpenEnv's protocol: episodes as turns, their rewards, and what a server may do wrong."""
 
+import importlib
 import json
+import random
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import stub_modules
 from chat_templates import byte_turns
 from openenv_server import Answer, countdown, observation, serving
 from said_texts import END, Saying
+from trainer_runs import metrics
 from websockets.asyncio.client import connect
 
 from rlplus.cli import main
-from rlplus.config import DataConfig, EnvironmentConfig
+from rlplus.config import DataConfig, EnvironmentConfig, load_config
 from rlplus.data import Example, load_examples
 from rlplus.rollout import Completion, Request, RunFailed, Sampling, make_respond
 from rlplus.rollout.environments import load_environment
@@ -182,3 +187,56 @@ def test_a_server_that_does_not_answer_is_refused_at_the_start() -> None:
         pass
     with pytest.raises(ValueError, match=f"^rollout.environment {address}: the server at ws.* failed: .*Error"):
         load_environment(configured(address))
+
+
+SHIPPED = "examples/higher_lower_server.yaml"
+
+
+def games(monkeypatch: pytest.MonkeyPatch) -> Answer:
+    """Sessions of the example's server, whose classes of openenv are plain ones; tests/peers has openenv's."""
+    plain = dict.fromkeys(("Action", "Environment", "State"), SimpleNamespace)
+    observation = type("Observation", (SimpleNamespace,), {"reward": None, "done": False})
+    made = {"Observation": observation, "create_fastapi_app": lambda *classes, **_: classes}
+    stub_modules.install(monkeypatch, {"openenv.core.env_server": plain | made}, user="examples.higher_lower_server")
+    environment, action, _ = importlib.import_module("examples.higher_lower_server").app  # as uvicorn finds it
+
+    def answer(memory: dict[str, Any], message: dict[str, Any]) -> dict[str, Any]:
+        if message["type"] == "reset":
+            memory["game"] = environment()
+            told = memory["game"].reset(**message["data"])
+        else:
+            told = memory["game"].step(action(**message["data"]))
+        return {
+            "type": "observation",
+            "data": {"observation": {"text": told.text}, "reward": told.reward, "done": told.done},
+        }
+
+    return answer
+
+
+def test_the_example_of_a_server_plays_and_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its configuration with the address of the stand-in; rewards follow from the seeds' secrets."""
+    with serving(games(monkeypatch)) as address:
+        overrides = [f"data.path={tmp_path / 'rows.jsonl'}", f"output_dir={tmp_path / 'run'}", "train.steps=2"]
+        overrides += [f"rollout.environment.name={address}", "rollout.engine=transformers"]
+        assert main(["problems", SHIPPED, "-n", "20", *overrides]) == 0
+        rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
+        assert rows == [
+            {"prompt": [{"role": "user", "content": "Guess my digit."}], "answer": "-", "row": {"seed": seed}}
+            for seed in range(20)
+        ]
+        environment = load_config(SHIPPED, overrides).rollout.environment
+        assert environment is not None
+        secrets = [random.Random(seed).randrange(10) for seed in range(20)]
+        wrong = sum(map(bool, secrets))
+        texts = [["0"] * 20, ["none"] * wrong, ["9"] * wrong]
+        played = rolled(environment, texts, [example(seed, "Guess my digit.") for seed in range(20)])
+        for secret, completion in zip(secrets, played, strict=True):
+            assert completion.reward == pytest.approx(1 - abs(9 - secret) / 10 if secret else 1.0)
+            said = [*b"0", END, *turn("higher"), *b"none", END, *turn("a digit?"), *b"9", END]
+            assert completion.tokens == (said if secret else said[:2])
+        assert main(["train", SHIPPED, *overrides]) == 0
+    steps = metrics(tmp_path / "run")
+    assert [row["step"] for row in steps] == [1, 2]
+    assert all(row["mismatch/mean"] < 1e-5 for row in steps)
+    assert all(0 <= row["reward/mean"] <= 1 for row in steps)
