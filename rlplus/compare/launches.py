@@ -346,8 +346,8 @@ class Runner:
             status = child.wait()
             self._children.discard(child)
         if status:
-            tail = "\n".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-TAIL:])
-            raise RunFailed(f"{run.title}: rlplus {command} failed with {ending(status)}; from {log}:\n{tail}")
+            what = f"rlplus {command} failed with {ending(status)}"
+            raise RunFailed(f"{run.title}: {what}; from {log}:\n{_tail(log, what)}")
 
     def _stop(self) -> None:
         """End the children, and start no further ones."""
@@ -361,6 +361,20 @@ def _make(wanted: Preparation) -> Preparation:
     """Make the files, in a separate process."""
     wanted.make()
     return wanted
+
+
+def _tail(log: Path, what: str) -> str:
+    """The last lines of a failed command's log, and that its own last ones are lost, as where its disk is full.
+
+    what: the end of the command, for the log.
+    """
+    lines = log.read_text(encoding="utf-8", errors="replace").splitlines()[-TAIL:]
+    try:
+        with log.open("ab", buffering=0) as file:
+            file.write(f"{what}\n".encode())
+    except OSError as error:
+        lines.append(f"could not write {log}: {error.strerror}; what it said last may be lost")
+    return "\n".join(lines)
 
 
 def _settings(values: Overrides) -> list[str]:

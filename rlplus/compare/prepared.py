@@ -40,11 +40,15 @@ class Preparation:
         return note.is_file() and read_text(note) == self._note()
 
     def make(self) -> None:
-        """Call the function on an empty folder. RunFailed if it leaves a file out."""
+        """Call the function on an empty folder. RunFailed if it leaves a file out; an OSError of it gets the folder."""
         function = find_function(self.prepare)
         shutil.rmtree(self.folder, ignore_errors=True)
         make_folder(self.folder)
-        function(self.folder, self.seed, **checked_options(function, self.options))
+        options = checked_options(function, self.options)
+        try:
+            function(self.folder, self.seed, **options)
+        except OSError as error:  # Python's own for a full disk names no file
+            raise OSError(f"{self.title}: {self.prepare} failed in {self.folder}: {error}") from error
         if missing := [name for name in (MODEL, TRAIN, VALIDATION, TEST) if not (self.folder / name).exists()]:
             raise RunFailed(f"{self.title}: {self.prepare} has not written {', '.join(missing)} into {self.folder}")
         flush_all(self.folder)

@@ -124,6 +124,8 @@ def test_a_function_that_cannot_be_called_is_refused_before_anything_is_made(
 FUNCTION = """
 def prepare(folder, seed, lines=1, **more):
     (folder / "model").mkdir()
+    if more.get("full"):
+        raise OSError(28, "No space left on device")
     for name in ("train", "validation", "test")[:more.get("files", 3)]:
         (folder / f"{name}.jsonl").write_text(f"{seed} {lines}" * lines)
 """
@@ -150,6 +152,9 @@ def test_any_function_prepares_a_setting_once(tmp_path: Path, monkeypatch: pytes
     assert prepared() == "3 1"
     with pytest.raises(RunFailed, match=r"my_data:prepare has not written validation\.jsonl, test\.jsonl into "):
         prepared(files=1)
+    full = r"base model and data of one, seed 3: my_data:prepare failed in .*/seed-3: \[Errno 28\] No space left"
+    with pytest.raises(OSError, match=full):
+        prepared(full=1)
     assert not (tmp_path / "prepared/one/seed-3" / NOTE).exists()
 
 

@@ -17,12 +17,13 @@ from trainer_runs import metrics, run_config
 from rlplus import checkpoint
 from rlplus.cli import main
 from rlplus.common.durable import flush
-from rlplus.compare import MARK, Runner, load_comparison, run_comparison
+from rlplus.compare import MARK, Runner, load_comparison
 from rlplus.compare.launches import Run
-from rlplus.config import Config
-from rlplus.data import drop_kept, kept_steps
+from rlplus.config import Config, ScratchModel
+from rlplus.data import byte_tokenizer, drop_kept, kept_steps
 from rlplus.evaluation import sample as evaluations
 from rlplus.evaluation.partial_samples import KeptCalls
+from rlplus.learner.pretrained import make_scratch_model, write_model
 from rlplus.trainer import metrics as run_metrics
 from rlplus.trainer.run_folder import RunFolder
 
@@ -165,6 +166,15 @@ def same_end(folder: Path, truth: Truth) -> None:
     assert read(folder / "samples") == truth.samples
 
 
+def write_problems(folder: Path) -> tuple[str, str]:
+    """A model and six problems, for `evaluate`."""
+    tokenizer, model = byte_tokenizer(), folder / "tiny"
+    write_model(make_scratch_model(ScratchModel(hidden_size=32, layers=1), tokenizer, seed=0), str(model))
+    tokenizer.save_pretrained(str(model))
+    (data := folder / "bench.jsonl").write_text("".join(f'{{"prompt": "{i}?", "answer": "1"}}\n' for i in range(6)))
+    return str(model), str(data)
+
+
 def evaluate(folder: str, model: str, data: str) -> int:
     """`rlplus eval` of six problems in three calls of the engine, with a mark for each whose samples are kept."""
     evaluations._COMPLETIONS_A_CALL = 4
@@ -189,6 +199,7 @@ def check_evaluation(place: Path, marks: Sequence[str], truth: Files) -> None:
 COMMAND = """
 import json, sys
 from pathlib import Path
+sys.excepthook = lambda kind, error, _: print("stand-in:", error, file=sys.stderr)
 from rlplus.common.durable import make_folder, write_text
 _, _, command, *arguments = sys.argv
 values = dict(each.split("=", 1) for each in arguments if "=" in each and each[0] != "-")
@@ -223,14 +234,16 @@ def write_comparison(folder: Path) -> Path:
     return written(folder, FILE | changes | {"search": None})
 
 
-def compare(folder: str, path: str, *overrides: str) -> None:
+def compare(folder: str, path: str, *overrides: str) -> int:
     """`rlplus compare`, and once more for other evaluations; or once with the overrides that are given."""
     Runner._prepare = _prepare_here  # type: ignore[method-assign]
     launcher = f"{sys.executable} {Path(path).parent / 'command.py'}"
     for number, each in enumerate([list(overrides)] if overrides else [[], [COLD]], 1):
         mark(f"begun {number}")
-        run_comparison(Path(path), Path(folder) / "all", launcher=launcher, overrides=each)
+        if status := main(["compare", path, *each, "--output", f"{folder}/all", "--launcher", launcher]):
+            return status
         mark(f"done {number}")
+    return 0
 
 
 def _prepare_here(runner: Runner, runs: Sequence[Run]) -> None:

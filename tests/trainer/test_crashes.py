@@ -30,6 +30,7 @@ from crash_runs import (
     train_in_parts,
     write_comparison,
     write_config,
+    write_problems,
 )
 from crash_states import Counts, State, states
 from file_calls import Call, mark, need_notifications, watch
@@ -37,10 +38,8 @@ from file_calls import Call, mark, need_notifications, watch
 from rlplus import checkpoint
 from rlplus.common.durable import make_folder, write_text
 from rlplus.compare import Results
-from rlplus.config import ScratchModel, load_config
-from rlplus.data import byte_tokenizer
+from rlplus.config import load_config
 from rlplus.evaluation import load_results
-from rlplus.learner.pretrained import make_scratch_model, write_model
 from rlplus.trainer import train
 from rlplus.trainer.ranks import initialize_distributed
 from rlplus.trainer.run_folder import RunFolder
@@ -193,11 +192,8 @@ def test_a_run_resumes_after_every_crash(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_an_evaluation_goes_on_after_every_crash(tmp_path: Path) -> None:
     """With the samples that were kept, which are not drawn again, to the same results."""
-    tokenizer, model, place = byte_tokenizer(), tmp_path / "tiny", tmp_path / "out"
-    write_model(make_scratch_model(ScratchModel(hidden_size=32, layers=1), tokenizer, seed=0), str(model))
-    tokenizer.save_pretrained(str(model))
-    (data := tmp_path / "bench.jsonl").write_text("".join(f'{{"prompt": "{i}?", "answer": "1"}}\n' for i in range(6)))
-    calls, counts, kinds, drawn = recorded(place, evaluate, str(model), str(data)), Counts(), set(), 0
+    place, problems = tmp_path / "out", write_problems(tmp_path)
+    calls, counts, kinds, drawn = recorded(place, evaluate, *problems), Counts(), set(), 0
     truth = load_results(place / "eval")["bench"]
     files = read(place)
     checked = each_state(place, calls, lambda state: check_evaluation(place, state.marks, files), counts)
@@ -205,7 +201,7 @@ def test_an_evaluation_goes_on_after_every_crash(tmp_path: Path) -> None:
         if (kind := shape(state)) not in kinds:
             kinds.add(kind)
             kept = len([path for path in state.files if path.endswith(".parquet")])
-            again = watch(place, evaluate, [str(place), str(model), str(data)])
+            again = watch(place, evaluate, [str(place), *problems])
             assert again.status == 0, again.said[-2000:]
             marks = [call.path for call in again.calls if call.kind == "mark"]
             assert len(numbers(marks, "kept")) - 1 == (0 if "finished 0" in state.marks else 3 - kept)
