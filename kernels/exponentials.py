@@ -67,8 +67,8 @@ def close_rows(
     factor: Tensor, own: Tensor, values: Tensor, exponentials: Tensor, V: int, target: Tensor, temperature: float,
     row_temperature: Tensor | None = None, entropy: bool = False, block: Block = DEFAULT.gradient,
 ) -> None:  # fmt: skip
-    """Make of exponentials (n, W) what times factor (n,) fp32 is the gradient of the logits, but for the target's
-    element, own (n,) fp32. Both are filled.
+    """Turn exponentials (n, W) into a matrix whose rows times factor (n,) fp32 are the gradient of the logits, but for
+    the target's element, own (n,) fp32. Both are filled.
 
     Rows whose DLOGPROB and DENTROPY are 0 become zeros, whatever they were, and so is own where the target is no token.
     values as `finish_rows` left them, with the two filled in. entropy: whether a DENTROPY may be other than 0; only

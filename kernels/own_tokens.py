@@ -1,8 +1,9 @@
 """The target's element of each row, in fp32, beside the backward GEMMs.
 
-Of a row's gradient by the logits the target's element is the largest: the others add up to its negative, so that it has
-at least half of the squares. In the exponentials a 0 stands for it, and GEMMs in bf16 round the other elements alone.
-What it adds to the gradients are the target's row of the weight, and a row of hidden states.
+The target's element dominates a row's gradient by the logits: without a softcap and an entropy bonus the others add up
+to its negative, so that it has at least half of the squares. In the exponentials a 0 stands for it, and GEMMs in bf16
+round the other elements alone. It contributes a multiple of the target's row of the weight to the gradient of the
+hidden state, and a multiple of the hidden state to the gradient of that row.
 """
 
 import triton
@@ -42,7 +43,7 @@ def add_to_weight(dweight: Tensor, own: Tensor, hidden: Tensor, target: Tensor) 
     if n:
         token, order = target.where(own != 0, V).sort(stable=True)
         grid, strides = (n, triton.cdiv(H, WEIGHT["BLOCK_C"])), (*dweight.stride(), *hidden.stride())
-        _own_weight_kernel[grid](dweight, own, hidden, token, order, (n, V, H), strides, **WEIGHT)
+        _own_weight_kernel[grid](dweight, own, hidden, token, order, n, (V, H), strides, **WEIGHT)
 
 
 @triton.jit
@@ -56,11 +57,11 @@ def _own_hidden_kernel(product, factor, own, weight, target, H, strides, BLOCK_C
     tl.store(at, scale * tl.load(at, h < H, 0.0) + mine * row, h < H)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["N"])  # the number of rows changes from step to step
 def _own_weight_kernel(
-    dweight, own, hidden, token, order, sizes, strides, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr
+    dweight, own, hidden, token, order, N, sizes, strides, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr
 ):  # fmt: skip
-    N, V, H = sizes
+    V, H = sizes
     stride_v, stride_w, stride_n, stride_h = strides
     start = tl.program_id(0)
     y = tl.load(token + start)

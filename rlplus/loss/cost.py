@@ -31,8 +31,8 @@ class Machine(NamedTuple):
     epilogue: float
 
 
-A100 = Machine(256e12, 18e12, 1.7e12, 108, 108 * 128 * 1.41e9, 11.5)
-H200 = Machine(750e12, 60e12, 4.2e12, 132, 132 * 128 * 1.7e9, 9.0)
+A100 = Machine(256e12, 18e12, 1.7e12, 108, 108 * 128 * 1.41e9, 9.3)
+H200 = Machine(750e12, 60e12, 4.2e12, 132, 132 * 128 * 1.7e9, 6.7)
 
 
 class Shape(NamedTuple):
@@ -114,6 +114,7 @@ def one_pass(
         return product((V, H, n), traffic + n * (V + H) * narrow)
 
     silent = 0 if path.own else path.stored
+    own_elements = 2 * (narrow + wide) if path in (OWN, VENDOR) else 0
     seconds = {
         "logits": sum(k * first(n, path.stored) for n, k in chunks.items())
         + sum(k * first(n, silent) for n, k in _parts(N - active, rows).items()),
@@ -128,7 +129,8 @@ def one_pass(
         "passes": active * V * (path.passes + BONUS * bonus) + (N - active) * V * silent,
         "rounding": V * H * (wide + narrow) if count > 1 and narrow != wide else 0,
         "scaling": scaling * V * H,
-        "rows": active * H * (wide + 5 * narrow) + N * H * 2 * narrow,  # scaled, rounded, scattered; targets' logits
+        # Scaled, rounded, scattered; targets' elements, where exponentials are kept; targets' logits.
+        "rows": active * H * (wide + 5 * narrow + own_elements) + N * H * 2 * narrow,
     }
     seconds |= {part: amount / machine.bandwidth for part, amount in bytes_moved.items()}
     seconds["launches"] = LAUNCH * CHUNK * (count + sum(_parts(N - active, rows).values()))

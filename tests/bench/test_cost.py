@@ -23,10 +23,10 @@ def test_the_parts_are_those_that_a_count_by_hand_gives() -> None:
     for part, gigabytes in traffic.items():  # every product takes longer to multiply than to move
         times = 1.1 if part == "logits" else 1.0
         assert got[part] == pytest.approx(times * (TFLOP / 750 + 0.5 * gigabytes / 4200), rel=2e-3), part
-    assert got["epilogue"] == pytest.approx(9 * LOGITS / (132 * 128 * 1.7), rel=1e-6)
+    assert got["epilogue"] == pytest.approx(6.7 * LOGITS / (132 * 128 * 1.7), rel=1e-6)
     assert got["passes"] == got["scaling"] == 0
     assert got["rounding"] == pytest.approx(6 * WEIGHT / 4200, rel=1e-6)
-    assert got["rows"] == pytest.approx((14 + 4) * HIDDEN / 4200, rel=1e-6)
+    assert got["rows"] == pytest.approx((14 + 12 + 4) * HIDDEN / 4200, rel=1e-6)
     assert got["launches"] == pytest.approx(2e-6 * 8 * 22)
 
 
@@ -37,8 +37,10 @@ def test_other_ways_move_fp32_logits_between_the_products(path: cost.Path, passe
     assert got["passes"] == pytest.approx(passes * LOGITS / 4200, rel=1e-6)
     assert got["logits"] - ours["logits"] / 1.1 == pytest.approx(0.5 * 2 * LOGITS / 4200, rel=1e-3)
     assert got["epilogue"] == 0
-    same = ("dhidden", "dweight", "rounding", "rows", "launches")
+    same = ("dhidden", "dweight", "rounding", "launches")
     assert [got[part] for part in same] == [ours[part] for part in same]
+    apart = 0 if path == cost.VENDOR else 12  # targets' elements beside exponentials
+    assert ours["rows"] - got["rows"] == pytest.approx(apart * HIDDEN / 4200)
 
 
 def test_rows_without_a_gradient_pass_the_first_product_alone() -> None:

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from head_cases import huge
 from torch import Tensor
 from triton.runtime.jit import JITFunction
 
@@ -13,7 +14,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 COMPILED = isinstance(own_tokens._own_weight_kernel, JITFunction)  # the interpreter truncates to bf16
 WIDE, TALL = own_tokens.HIDDEN["BLOCK_C"], own_tokens.WEIGHT["BLOCK_N"]
 SHAPES = pytest.mark.parametrize(
-    ("n", "V", "H"), [(1, 1, 1), (TALL + 1, 1, 3), (40, 3, own_tokens.WEIGHT["BLOCK_C"] + 1), (7, 200, WIDE + 1)]
+    ("n", "V", "H"), [(1, 1, 1), (TALL + 2, 1, 3), (40, 3, own_tokens.WEIGHT["BLOCK_C"] + 1), (7, 200, WIDE + 1)]
 )
 
 
@@ -59,6 +60,25 @@ def test_hidden_states_are_summed_by_token(n: int, V: int, H: int, dtype: torch.
     assert torch.equal(*found)
     eps = n * torch.finfo(torch.float32).eps + (torch.finfo(dtype).eps / 2 if dtype != torch.float32 else 0.0)
     assert ((found[0] - want).abs() <= eps * size).all()
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_rows_and_columns_beyond_2_to_the_31(turned: bool) -> None:
+    def apart(x: Tensor) -> Tensor:
+        """x, whose rows, or columns, are far apart."""
+        x = x.T if turned else x
+        far = huge(DEVICE, len(x), 2**31 // (len(x) - 1) + 10, x.shape[1]).copy_(x)
+        return far.T if turned else far
+
+    hidden, weight, own, target = draw(6, 4, 3)
+    product, factor = torch.randn(6, 3, device=DEVICE), torch.randn(6, device=DEVICE)
+    found = []
+    for place in (lambda x: x, apart):
+        got, total = product.clone(), place(weight.clone())
+        own_tokens.finish_hidden(got, factor, own, place(weight), target)
+        own_tokens.add_to_weight(total, own, place(hidden), target)
+        found.append((got, total))
+    assert all(torch.equal(near, far) for near, far in zip(*found, strict=True))
 
 
 def test_what_does_not_fit_is_refused() -> None:

@@ -3,8 +3,10 @@
 Without CUDA in Triton's interpreter, where bf16 inputs are multiplied in fp32 and exponentials are not rounded.
 """
 
+import contextlib
 import itertools
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -124,6 +126,37 @@ def test_errors_beside_those_of_a_plain_bf16_gradient(
         assert last <= min(1.2 * least, 2.5e-3)
         if got.dtype == F32:
             assert 1e-5 < error <= other * (0.75 if sure else 1 / 3)
+
+
+@EVERY_GEMM
+def test_every_kernel_is_launched_on_the_device_of_the_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton launches on the current one, which may be another."""
+    inside, outside, original = [], [], backend.on_device
+
+    @contextlib.contextmanager
+    def entered(device: torch.device) -> Iterator[None]:
+        with original(device):
+            inside.append(device)
+            yield
+            inside.pop()
+
+    monkeypatch.setattr(backend, "on_device", entered)
+    for module in (exponentials, backend.own_tokens, backend.linear_kernels, backend.token_kernels):
+        for name in (name for name, kernel in vars(module).items() if name.endswith("_kernel")):
+            kernel = vars(module)[name]
+
+            class Watched:
+                def __getitem__(self, grid: Any, kernel: Any = kernel, name: str = name) -> Any:
+                    outside.extend([name] * (not inside))
+                    return kernel[grid]
+
+            monkeypatch.setattr(module, name, Watched())
+    head, constants = sample(9, dtype=BF16)
+    on_device(DEVICE, head, constants, EVERYTHING)
+    leaf = head["hidden"].to(DEVICE).requires_grad_()
+    weight, target = head["weight"].to(DEVICE).requires_grad_(), head["target"].to(DEVICE)
+    linear_logprob(leaf, weight, target, backend="triton")[0].sum().backward()
+    assert not outside
 
 
 @EVERY_SCRATCH

@@ -19,8 +19,19 @@ ROOT = Path(__file__).parents[2]
 NUMERIC = [
     *("advantages", "attention", "backends", "causal_lm", "cpp", "default_dtype", "draw"),
     *("exponentials", "fused_head", "gemm_kernel", "inputs", "intervals", "kernels", "laws", "logit_transform"),
-    *("objective", "ops", "ops_memory", "precision", "preset_losses", "presets", "properties", "registered"),
     *(
+        "objective",
+        "ops",
+        "ops_memory",
+        "own_tokens",
+        "precision",
+        "preset_losses",
+        "presets",
+        "properties",
+        "registered",
+    ),
+    *(
+        "own_tokens",
         "row_kernels",
         "scale_kernel",
         "schedules",

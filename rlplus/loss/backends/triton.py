@@ -257,7 +257,7 @@ class _Work:
         n, (V, _), block = len(values), head.weight.shape, self.tiling.gradient
         if self.exponentials is not None:
             e = self.exponentials[:n] if kept is None else self.exponentials[kept]
-            factor, own = values.new_empty(2, n)
+            factor, own = values.new_empty(n), values.new_empty(n)  # each aligned, whatever n is
             rest = (head.target.contiguous(), head.temperature, _rest(head)[-1])
             row_kernels.close_rows(factor, own, values, e, V, *rest, self.way.bonus, block)
             return e[:, :V], (factor, own)
@@ -341,12 +341,17 @@ class _Gradients:
         if self.scale is not None:
             total.div_(self.scale)
             self.grads.bias.div_(self.scale)
-        if self.own is not None and self.needs_weight:
-            own_tokens.add_to_weight(total, self.own, self.head.hidden, self.head.target)
-        if self.own is not None and self.grads.bias.numel():
-            one = self.own.new_ones(len(self.own), 1)
-            own_tokens.add_to_weight(self.grads.bias[:, None], self.own, one, self.head.target)
+        if self.own is not None:
+            self._add_own(total, self.own)
         return self.grads._replace(weight=total).finish(self.head, self.weight_grad)
+
+    def _add_own(self, total: Tensor, own: Tensor) -> None:
+        with on_device(own.device):
+            if self.needs_weight:
+                own_tokens.add_to_weight(total, own, self.head.hidden, self.head.target)
+            if self.grads.bias.numel():
+                one = own.new_ones(len(own), 1)
+                own_tokens.add_to_weight(self.grads.bias[:, None], own, one, self.head.target)
 
 
 def _sets(may: Tensor, gradient: bool) -> list[tuple[Tensor | None, bool]]:
