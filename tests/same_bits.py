@@ -59,6 +59,7 @@ BASE: dict[str, dict[str, Any]] = {
     "checkpoint": {"every": BEFORE},
     "log": {"samples_every": 1},
 }  # fmt: skip
+SHOWN = "{demonstration}<{prompt}"  # the default template has letters, which are no tokens here
 CRITIC = {"gae_lambda": 0.9, "critic_updates": 2, "lr": 1e-3, "warmup_steps": 2}
 OTHER_DATA = {"path": "other.jsonl", "max_prompt_length": 8}
 
@@ -79,6 +80,10 @@ CASES: dict[str, dict[str, dict[str, Any]]] = {
     "replay exgrpo": {"algorithm": {"preset": "exgrpo", "recipe": {"start": 0.0, "share": 0.8}}},
     "critic ppo": {"algorithm": {"preset": "ppo", "recipe": CRITIC}},
     "process-reward prime": {"algorithm": {"preset": "prime", "recipe": {"update": "before", "lr": 1e-3}}},
+    "distill gkd": {"algorithm": {"preset": "gkd", "recipe": {"teacher": "teacher"}}},
+    "distill opd": {"algorithm": {"preset": "opd", "recipe": {"teacher": "teacher"}}},
+    "self-distill opsd": {"algorithm": {"preset": "opsd", "recipe": {"template": SHOWN}}},
+    "self-distill sdpo": {"algorithm": {"preset": "sdpo", "recipe": {"template": SHOWN, "teacher_update_rate": 0.5}}},
     "options with demonstrations": {
         "algorithm": {
             "preset": "rlplus-official",
@@ -125,8 +130,8 @@ def write_data(folder: Path) -> None:
         (folder / f"{name}.jsonl").write_text("".join(rows))
 
 
-def write_model(folder: Path) -> int:
-    """A random Qwen2 whose tokens are the characters of the task, so that responses end and are right now and then."""
+def write_models(*folders: Path) -> int:
+    """Random Qwen2s whose tokens are the characters of the task, so that responses end and are right now and then."""
     import torch
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
@@ -134,14 +139,15 @@ def write_model(folder: Path) -> int:
     words = Tokenizer(models.WordLevel({sign: i for i, sign in enumerate(ALPHABET)}, unk_token=PAD))
     words.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
     words.decoder = decoders.Fuse()
-    torch.manual_seed(0)
     config = Qwen2Config(
         vocab_size=len(ALPHABET), hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
         num_key_value_heads=2, max_position_embeddings=64, initializer_range=0.12, eos_token_id=1, pad_token_id=0,
         bos_token_id=None,
     )  # fmt: skip
-    Qwen2ForCausalLM(config).save_pretrained(folder)
-    PreTrainedTokenizerFast(tokenizer_object=words, pad_token=PAD, eos_token=EOS).save_pretrained(folder)
+    for seed, folder in enumerate(folders):
+        torch.manual_seed(seed)
+        Qwen2ForCausalLM(config).save_pretrained(folder)
+        PreTrainedTokenizerFast(tokenizer_object=words, pad_token=PAD, eos_token=EOS).save_pretrained(folder)
     return 0
 
 
@@ -163,7 +169,7 @@ def set_up(folder: Path, tree: Path) -> None:
     if not Path(rlplus.cli.__file__).resolve().is_relative_to(tree):
         raise SystemExit(f"want the rlplus of {tree}; got {rlplus.cli.__file__}")
     write_data(folder)
-    if not wait([fork(lambda: write_model(folder / "model"), folder / "model.log")]):
+    if not wait([fork(lambda: write_models(folder / "model", folder / "teacher"), folder / "model.log")]):
         raise SystemExit((folder / "model.log").read_text())
 
 
@@ -241,10 +247,6 @@ def train(run: Path, ranks: int, *options: str, fresh: bool = False, modules: Pa
         raise RunFault(f"rlplus {' '.join(arguments)} failed:\n{tail}")
 
 
-def sha(data: bytes) -> str:
-    return hashlib.sha256(data).hexdigest()
-
-
 def digest(run: Path) -> Digest:
     """The bits of a finished run."""
     import pyarrow.parquet as parquet
@@ -255,7 +257,7 @@ def digest(run: Path) -> Digest:
         steps[f"step {row['step']}"] = {n: float(value).hex() for n, value in row.items() if not CLOCK.match(n)}
     for file in sorted((run / "samples").glob("*.parquet")):
         for name, values in parquet.read_table(file).to_pydict().items():
-            steps.setdefault(f"samples {file.stem}", {})[name] = sha(repr(values).encode())
+            steps.setdefault(f"samples {file.stem}", {})[name] = hashlib.sha256(repr(values).encode()).hexdigest()
     weights = {}
     for file in sorted((run / "model").glob("*.safetensors")):
         data = file.read_bytes()
@@ -263,7 +265,8 @@ def digest(run: Path) -> Digest:
         for name, about in json.loads(data[8:start]).items():
             if name != "__metadata__":
                 first, last = about["data_offsets"]
-                weights[name] = sha(f"{about['dtype']} {about['shape']} ".encode() + data[start + first : start + last])
+                tensor = f"{about['dtype']} {about['shape']} ".encode() + data[start + first : start + last]
+                weights[name] = hashlib.sha256(tensor).hexdigest()
     if len(steps) < STEPS or not weights:
         raise RunFault(f"want {STEPS} steps and a model in {run}; got {[*steps]} and {len(weights)} tensors")
     return {"steps": steps, "weights": {name: {"sha256": value} for name, value in weights.items()}}
@@ -309,8 +312,7 @@ def do_case(title: str, run: Path, fresh: bool) -> int:
 def import_all(folder: Path) -> None:
     """Import what a run imports, by the names that a first one reports."""
     run, modules = folder / "first", folder / "modules.json"
-    sections = {key: value for key, value in BASE.items() if key != "checkpoint"}
-    Path(f"{run}.yaml").write_text(yaml.safe_dump({"output_dir": str(run)} | sections))
+    Path(f"{run}.yaml").write_text(yaml.safe_dump({"output_dir": str(run)} | BASE | {"checkpoint": {}}))
     train(run, 1, "train.steps=1", modules=modules)
     for name in json.loads(modules.read_text()):
         with suppress(Exception):  # some are made by others

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from same_bits import CASES
 
 from rlplus import Objective, policy_loss
 from rlplus.algorithm import (
@@ -23,6 +24,7 @@ from rlplus.algorithm import (
     SelfDistill,
     Shaping,
 )
+from rlplus.algorithm.options import RECIPES as KINDS
 
 SCRIPT: dict[str, Any] = {"entropy_coef": 1e-3}  # the official scripts'
 ABLATIONS: dict[str, dict[str, Any]] = {
@@ -190,3 +192,10 @@ def test_objective_is_frozen_and_replaceable() -> None:
 def test_objective_refuses_what_it_does_not_know(make: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make()
+
+
+def test_the_bits_of_every_recipe_are_compared() -> None:
+    """A case of same_bits.py begins with its recipe, the preset's."""
+    recipes = {name: ALGORITHMS[case["algorithm"]["preset"]].recipe.name for name, case in CASES.items()}
+    assert {recipe for name, recipe in recipes.items() if name.startswith(f"{recipe} ")} == {*KINDS}
+    assert all(name.startswith((f"{recipe} ", "options ")) for name, recipe in recipes.items())
