@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rlplus.cli.common import labels_of, quiet_imports
+from rlplus.cli.common import labels_of
 
 if TYPE_CHECKING:
     from rlplus.cli.common import Commands
@@ -43,7 +43,6 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _report_comparison(results: Path, output: Path) -> None:
-    quiet_imports()
     from rlplus.common.durable import write_text
     from rlplus.common.terminal import Terminal
     from rlplus.compare import Results, page_of

@@ -1,21 +1,19 @@
-"""`rlplus compare`: several methods from the same base model, over seeds, in one table."""
+"""`rlplus compare`: several methods from the same base model, over seeds, in one table.
 
-import os
-import platform
-from collections.abc import Sequence
-from contextlib import suppress
-from datetime import UTC, datetime
-from pathlib import Path
+The names are imported on first use: a report has the results of a comparison without torch.
+"""
 
-from rlplus.common.commands import terminated_as_exit
-from rlplus.common.durable import claimed, locked, write_text
-from rlplus.common.terminal import Terminal
-from rlplus.compare.config import BASE, Comparison, load_comparison, owned
-from rlplus.compare.launches import Runner
-from rlplus.compare.outcomes import Outcome, Results, collect
-from rlplus.compare.page import page_of, terminal_tables
-from rlplus.compare.past_runs import results_of, split_name
-from rlplus.trainer import processor_name
+from typing import TYPE_CHECKING
+
+from rlplus.lazy import lazy_names
+
+if TYPE_CHECKING:
+    from rlplus.compare.comparing import MARK, compare_past_runs, run_comparison
+    from rlplus.compare.config import BASE, Comparison, load_comparison
+    from rlplus.compare.launches import Runner
+    from rlplus.compare.outcomes import Outcome, Results
+    from rlplus.compare.page import page_of
+    from rlplus.compare.past_runs import split_name
 
 __all__ = [
     "BASE",
@@ -31,88 +29,14 @@ __all__ = [
     "split_name",
 ]
 
-MARK = ".rlplus-compare"  # only a folder with this file is written to again
-
-
-def run_comparison(
-    path: Path,
-    output: Path,
-    *,
-    presets: Sequence[str] = (),
-    seeds: int | None = None,
-    settings: Sequence[str] = (),
-    first_seed: int | None = None,
-    overrides: Sequence[str] = (),
-    jobs: int = 1,
-    launcher: str | None = None,
-    only_report: bool = False,
-) -> Path:
-    """Make the runs of a comparison that are not finished yet, print its tables, and return the path of its page.
-
-    path: the comparison, or a training configuration, with `presets` as its methods; see `load_comparison`. output/
-    receives the runs, results.json and index.html. jobs: runs at a time. launcher: the beginning of the commands, in
-    place of "python -m". only_report: from what is finished.
-    ValueError for an invalid comparison, before anything starts; RunFailed if a run fails. Finished runs stay, so
-    that the same command goes on.
-    """
-    comparison = load_comparison(path, presets, seeds, settings, first_seed)
-    if wrong := owned([override.partition("=")[0] for override in overrides], comparison):
-        raise ValueError(f"{', '.join(wrong)}: the comparison gives each run its own, want no override")
-    if only_report and not (output.expanduser() / MARK).is_file():
-        raise ValueError(f"want the folder of a comparison with --report; {output} is none")
-    folder = claimed(output.expanduser(), MARK, "comparison")
-    console = Terminal(stderr=True)
-    config = path.parent / comparison.run
-    runner = Runner(comparison, config, folder, overrides=overrides, jobs=jobs, launcher=launcher, say=console.print)
-    if only_report:
-        if not runner.finished():
-            raise ValueError(f"want finished runs to report on; there are none in {folder}: leave out --report")
-        results = _write(collect(comparison, runner, _provenance()), folder, path.stem)
-    else:
-        runner.check()
-        refusal = f"another rlplus compare makes runs in {folder}: wait for its end, or choose another --output"
-        with terminated_as_exit(), locked(folder / MARK, refusal):
-            try:
-                runner.make()
-            except BaseException:
-                with suppress(Exception):  # the first error is the one to show
-                    _write(collect(comparison, runner, _provenance()), folder, path.stem)
-                raise
-            results = _write(collect(comparison, runner, _provenance()), folder, path.stem)
-    return _show(results, folder)
-
-
-def compare_past_runs(arguments: Sequence[str], output: Path, reference: str | None = None) -> Path:
-    """Compare runs that exist, see `past_runs.results_of`; print the tables, and return the path of the page.
-
-    arguments: folders of runs, or NAME=FOLDER. output/ receives results.json and index.html.
-    """
-    results = results_of(arguments, reference, _provenance())
-    folder = claimed(output.expanduser(), MARK, "comparison")
-    page = _show(_write(results, folder, folder.resolve().name), folder)
-    Terminal(stderr=True).print(f"The methods differ in: {results.provenance['methods differ in']}")
-    return page
-
-
-def _write(results: Results, folder: Path, title: str) -> Results:
-    """Write results.json and index.html."""
-    results.save(folder / "results.json")
-    write_text(folder / "index.html", page_of(results, title))
-    return results
-
-
-def _show(results: Results, folder: Path) -> Path:
-    """Print the tables and the path of the page, which is returned."""
-    Terminal().print(*terminal_tables(results))
-    page = folder / "index.html"
-    Terminal(stderr=True).print(f"Page: {page}, data: {folder / 'results.json'}")
-    return page
-
-
-def _provenance() -> dict[str, str]:
-    return {
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "python": platform.python_version(),
-        "processor": processor_name(),
-        "cores": str(len(os.sched_getaffinity(0))),
-    }
+__getattr__, __dir__ = lazy_names(
+    __name__,
+    {
+        "comparing": ("MARK", "compare_past_runs", "run_comparison"),
+        "config": ("BASE", "Comparison", "load_comparison"),
+        "launches": ("Runner",),
+        "outcomes": ("Outcome", "Results"),
+        "page": ("page_of",),
+        "past_runs": ("split_name",),
+    },
+)

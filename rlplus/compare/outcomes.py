@@ -10,8 +10,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from rlplus.common.durable import write_text
 from rlplus.common.textfiles import read_text
-from rlplus.compare.config import BASE, Comparison
-from rlplus.compare.launches import Run, Runner
+from rlplus.compare.config import Comparison
 from rlplus.evaluation import Evaluation
 from rlplus.report import RunData, load_run
 from rlplus.report.charts import DEMONSTRATIONS, DYNAMICS
@@ -91,27 +90,6 @@ class Results:
             if first["type"] in ("dataclass_type", "model_type"):
                 got = f"{place}{str(first['input'])[:80]!r}, which is no object"
             raise ValueError(f"want results, as `rlplus compare` writes them, in {path}; got {got}") from error
-
-
-def collect(comparison: Comparison, runner: Runner, provenance: dict[str, str]) -> Results:
-    """The results of the finished runs."""
-    outcomes = []
-    for run, evaluations in runner.finished().items():
-        rate = 0.0 if run.method == BASE else runner.config_of(run).train.lr
-        outcomes.append(outcome_of(runner.path(run), run.setting, run.seed, run.method, rate, evaluations))
-    search_runs = {
-        setting: {name: {rate: _length(runner, setting, name, rate) for rate in rates} for name, rates in each.items()}
-        for setting, each in runner.searched.items()
-    }
-    return Results(comparison, provenance, runner.searched, search_runs, outcomes)
-
-
-def _length(runner: Runner, setting: str, method: str, rate: str) -> tuple[int, int]:
-    """Steps and generated tokens of a run of the search, on its first seed."""
-    assert runner.comparison.search is not None
-    run = Run(setting, runner.comparison.search.seed, method, float(rate))
-    last = load_run(runner.path(run)).metrics[-1]
-    return last["step"], last["generated_tokens"]
 
 
 def outcome_of(

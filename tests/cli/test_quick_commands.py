@@ -47,6 +47,13 @@ def test_reports_and_samples(tmp_path: Path) -> None:
     assert "1+1=" in check("rlplus.cli", "samples", str(run), "-n", "1")
 
 
+def test_report_on_a_comparison(tmp_path: Path) -> None:
+    """Its file alone is read: of its runs, and of what makes them, nothing is imported."""
+    results = Path(__file__).parents[2] / "experiments/compare/results/segments.json"
+    check("rlplus.cli", "report", str(results), "-o", str(tmp_path / "page.html"))
+    assert "Difference" in (tmp_path / "page.html").read_text()
+
+
 @pytest.mark.parametrize(
     ("arguments", "status", "said"),
     [
