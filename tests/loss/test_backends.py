@@ -96,6 +96,10 @@ UNSUITABLE: dict[str, Any] = {
         lambda patch: patch.setattr(verdicts, "versions", lambda: {"triton": verdicts.MISSING}),
         "triton is not installed, or cannot be imported (`python -c 'import triton'` says why)",
     ),
+    "old Triton": (
+        lambda patch: patch.setattr(verdicts, "versions", lambda: {"triton": "3.5.1"}),
+        "backend 'triton' wants Triton 3.6 or later; got 3.5.1",
+    ),
 }
 
 
@@ -110,6 +114,19 @@ def test_where_triton_is_out_of_the_question_nothing_is_checked(
     verdict.assert_not_called()
     rest = "; 'auto' is 'torch' in this process, with RLPLUS_BACKEND=torch without this warning"
     assert warnings(caplog) == ([] if what == "fp64" else [reason + rest])  # the docstring says it of fp64
+
+
+@pytest.mark.parametrize("version", ["3.5.1", "2.3.1"])
+def test_a_triton_too_old_for_the_kernels_is_refused_by_name(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(verdicts, "versions", lambda: {"triton": version})
+    with pytest.raises(ValueError, match=f"^backend 'triton' wants Triton 3.6 or later; got {version}$"):
+        choose("triton", CUDA, BF16)
+
+
+@pytest.mark.parametrize("version", ["3.6.0", "3.10.0+git1234", "4.0.0"])
+def test_a_triton_of_the_bound_or_later_is_taken(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(verdicts, "versions", lambda: {"triton": version})
+    assert choose("triton", CUDA, BF16).backend == "triton"
 
 
 CAPTURED = (

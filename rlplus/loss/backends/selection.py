@@ -23,6 +23,7 @@ from rlplus.loss.precision import full_precision
 
 BACKENDS = ("reference", *library.MODULES)
 CAPABILITY = (8, 0)  # the oldest GPUs for which the kernels are compiled and tested
+TRITON = (3, 6)  # the oldest that the kernels are tested with; 3.4 and older cannot compile them
 COMPARED_ROWS = 8
 TOLERANCE = 1e-3  # absolute and relative error of a logprob: what is wrong is wrong by more
 
@@ -89,11 +90,21 @@ def _check_triton(device: str, dtype: torch.dtype) -> None:
     kind = str(dtype).removeprefix("torch.")
     if find_spec("triton") is None:
         raise ValueError("backend 'triton' needs the package triton, which is not installed")
+    if too_old := _too_old():
+        raise ValueError(too_old)
     if device != "cuda" and not _interpreted():
         got = f"{kind} on {device}"
         raise ValueError(f"backend 'triton' needs CUDA tensors, or TRITON_INTERPRET=1 for tests; got {got}")
     if dtype == torch.float64:
         raise ValueError(f"backend 'triton' needs bf16, fp16 or fp32; got {kind} on {device}")
+
+
+def _too_old() -> str:
+    """The refusal of the installed Triton; empty if it is new enough."""
+    version = verdicts.versions()["triton"]
+    if version == verdicts.MISSING or tuple(map(int, version.split(".")[:2])) >= TRITON:
+        return ""
+    return f"backend 'triton' wants Triton {_dotted(TRITON)} or later; got {version}"
 
 
 def _interpreted() -> bool:
@@ -137,6 +148,8 @@ def _unsuitable(device: torch.device, dtype: torch.dtype) -> str:
         return "backend 'triton' takes no fp64"
     if verdicts.versions()["triton"] == verdicts.MISSING:
         return "triton is not installed, or cannot be imported (`python -c 'import triton'` says why)"
+    if too_old := _too_old():
+        return too_old
     if torch.version.hip is not None:
         return "backend 'triton' is not tested on ROCm"
     if (capability := torch.cuda.get_device_capability(device)) < CAPABILITY:
