@@ -274,7 +274,7 @@ def _tile(
     if exponentials is not None:
         if softcap is not None:
             e *= _softcap_slope(_x(acc, v[None, :], (v < V)[None, :], bias, inv_temperature), softcap)
-        if TMA:  # what is outside is left out
+        if TMA:  # elements outside are left out
             exponentials.store([tile_m * BLOCK_M, tile_v * BLOCK_V], e.to(exponentials.dtype))
         else:
             to = exponentials + m.to(tl.int64)[:, None] * stride_e + v[None, :]

@@ -14,7 +14,7 @@ DATA_SUFFIXES = (".jsonl", ".parquet")
 RUN = ("config.yaml", "metrics.jsonl")  # a run's files
 
 STARTS = "run.json"  # provenance of the run
-PROGRESS = "progress.json"  # what the run does now
+PROGRESS = "progress.json"  # the run's present activity
 _FACTS = ("versions", "commits", "hardware")  # a start's tables
 
 _DEPTH = 3  # a comparison's runs lie two below it

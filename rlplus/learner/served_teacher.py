@@ -96,7 +96,7 @@ class ServedTeacher:
         except (OSError, ValueError) as error:
             failure = error
         finally:
-            http.hang_up()  # what is still asked is not waited for
+            http.hang_up()  # requests under way are not waited for
             pool.shutdown(cancel_futures=True)
         if text := agree.failures(failure, clear=(OSError, ValueError)):
             raise SharedFailure(f"{self.name} did not answer: {text}")

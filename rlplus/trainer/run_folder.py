@@ -81,7 +81,7 @@ class RunFolder:
     def save(self, engines: Mapping[str, Any], step: int, state: dict[str, Any], rank_state: Any) -> None:
         """Write a checkpoint, see `checkpoint.save`. Collective."""
         best = state["best"] and checkpoint.name_of(state["best"]["step"])
-        # What does not train is in the model's own files, which a resumed run finds unchanged or refuses.
+        # Parameters that are not trained are in the model's own files, which a resumed run finds unchanged or refuses.
         unknown = self.config.model.path is not None and self.fixed["weights"] is None
         kept, fixed = self.config.checkpoint.keep, state | self.fixed
         checkpoint.save(engines, self.checkpoints, step, fixed, kept, rank_state, best, frozen=unknown)

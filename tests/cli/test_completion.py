@@ -16,7 +16,7 @@ SHELLS = {
     "bash": (["bash", "--norc", "--noprofile", "-i"], "bind 'set bell-style none'"),
     "zsh": (["zsh", "-f", "-i"], "unsetopt beep; autoload -U compinit; compinit -u -D"),
 }
-LINES = {  # what is typed, with Tab, and the arguments that the command then gets
+LINES = {  # text that is typed, with Tab, and the arguments that the command then gets
     "rlplus wat\trun\n": "watch|run",
     "rlplus train --fo\trun.yaml\n": "train|--force|run.yaml",
     "rlplus train my_r\ttrain.weight_d\t0.5\n": "train|my_run.yaml|train.weight_decay=0.5",

@@ -179,7 +179,7 @@ def test_nothing_is_found_in_a_right_program(run, body: str) -> None:
 
 BAR, WARP_BAR, WAIT = "bar.sync 0;\n", "bar.warp.sync -1;\n", "cp.async.wait_group"
 MISTAKES = [
-    # what, program, old text, new text, words of the finding
+    # title, program, old text, new text, words of the finding
     ("one element too many", copy, "%r92, 50", "%r92, 51", "out of bounds: load of 4 bytes near a0"),
     ("a load without a mask", copy, "@%p1 ld", "ld", "out of bounds: load"),
     ("a store without a mask", copy, "@%p1 st", "st", "register %r1 is used where it was not written"),

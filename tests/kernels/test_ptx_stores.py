@@ -45,7 +45,7 @@ def test_nothing_is_found_in_a_right_program() -> None:
 
 
 FIRST, SECOND = (TILE.replace("ROW", row) for row in "08")
-MISTAKES = [  # what, old text, new text, words of what is found
+MISTAKES = [  # title, old text, new text, words of the finding
     ("no fence", FENCE, "", "TMA store of what was written without fence.proxy.async behind it"),
     ("a fence before the write", WRITE + FENCE, FENCE + WRITE, "TMA store of what was written without fence"),
     ("a fence of one warp alone", FENCE, "setp.lt.u32 %p2, %r90, 32;\n@!%p2 bra $a;\n" + FENCE + "$a:\n",

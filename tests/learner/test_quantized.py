@@ -140,7 +140,7 @@ def test_a_run_is_resumed_bit_for_bit(tmp_path: Path, options: dict[str, Any]) -
     parts = train(with_steps(config, 3, tmp_path / "parts"), resume="newest")
     rows = metrics(whole)
     assert rows == metrics(parts)
-    assert max(row["mismatch/mean"] for row in rows) < 1e-5  # what is sampled from is what is trained
+    assert max(row["mismatch/mean"] for row in rows) < 1e-5  # rollouts are sampled from the model that is trained
     first, second = (load_file(folder / "model/model.safetensors") for folder in (whole, parts))
     assert all(torch.equal(first[name], second[name]) for name in first)
     start = load_file(whole / "scratch/model.safetensors")

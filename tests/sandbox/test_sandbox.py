@@ -12,7 +12,7 @@ from rlplus.sandbox.sandbox import _remove, _reply
 pytestmark = linux
 
 BEFORE = 'def double(x: int) -> int:\n    """Twice x."""\n'
-# What no program may learn: the wanted value for an argument that it does not know.
+# No program may learn the wanted value for an argument that it does not know.
 TESTS = "def check(f):\n    assert f(481516) == 963032\n    assert f(2) != 5\ncheck(double)\n"
 ANY_FD = "for fd in range(64):\n    try:\n        os.write(fd, ({}).encode())\n    except OSError:\n        pass\n"
 FORGERIES = {

@@ -213,7 +213,7 @@ def test_the_numbers_are_those_of_the_kernels_headers(index: int, header: str) -
     assert refused == {name: found.get(name) for name in refused}
 
 
-HELD = {  # what runs into the filter in a real process; PermissionError is EPERM
+HELD = {  # calls that run into the filter in a real process; PermissionError is EPERM
     "a user namespace by clone": "assert libc.syscall(clone, 0x10000000 | 17, 0, 0, 0, 0) == -1 == -ctypes.get_errno()",
     "clone3": "assert libc.syscall(435, 0, 0) == -1 and ctypes.get_errno() == 38",
     "io_uring": "assert libc.syscall(425, 1, bytes(120)) == -1 == -ctypes.get_errno()",

@@ -243,7 +243,7 @@ def from_hidden(
     kernels.target_logits(*rest)
     kernels.linear_exponentials(partial, e, *rest, tile=tile)
     kernels.finish_rows(values, partial, V, target, marked)
-    listed = torch.full((n,), -1)  # what is behind the count must not be read
+    listed = torch.full((n,), -1)  # rows behind the count must not be read
     listed[: int(marked.sum())] = marked.nonzero()[:, 0]
     listed = listed, marked.sum()
     kernels.linear_exponentials(partial, None, *rest, tile=tile, listed=listed)

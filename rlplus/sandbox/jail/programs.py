@@ -51,7 +51,7 @@ def _run(job: dict[str, Any], given: str, end: int) -> None:
         file.write(json.dumps(function(*map(json.loads, given.split("\n")))))
 
 
-# What crosses a link: JSON, with a collection as a list behind its type's name.
+# Values cross a link as JSON, with a collection as a list behind its type's name.
 _COLLECTIONS: dict[str, Any] = {kind.__name__: kind for kind in (list, tuple, set, frozenset, bytes, bytearray, dict)}
 
 
