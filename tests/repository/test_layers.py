@@ -2,10 +2,12 @@
 
 import ast
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Set
 from pathlib import Path
 
 import pytest
+
+from rlplus.algorithm.options import RECIPES
 
 PACKAGE = Path(__file__).parents[2] / "rlplus"
 ORDER = "sandbox < errors < lazy < common < kernels < loss < algorithm < config < convert < data < reward < rollout"
@@ -116,6 +118,45 @@ def test_one_class_knows_what_its_kinds_of_demonstrations_mean() -> None:
             named = any(isinstance(side, ast.Attribute) and side.attr == "demonstrations" for side in compared)
             constant = any(isinstance(side, ast.Constant | ast.Tuple) for side in compared)
             assert path.name == "presets.py" or not (named and constant), f"{path}:{node.lineno}"
+
+
+ALGORITHM_ROOMS = ("algorithm", "recipe")
+
+
+def subclasses(trees: Iterable[ast.AST], *bases: str) -> set[str]:
+    """Names of the classes below `bases`, which are not among them."""
+    classes = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+    found: set[str] = set()
+    while more := {c.name for c in classes if {ast.unparse(b) for b in c.bases} & {*bases, *found}} - found:
+        found |= more
+    return found
+
+
+def told_apart(text: str, kinds: Set[str], names: Set[str]) -> list[str]:
+    """Uses of the classes `kinds`, as isinstance needs one, and comparisons of a recipe's name with one of `names`."""
+    found = []
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Name | ast.Attribute) and ast.unparse(node).rpartition(".")[2] in kinds:
+            found.append(f"{node.lineno}: {ast.unparse(node)}")
+        sides = [node.left, *node.comparators] if isinstance(node, ast.Compare) else []
+        if any(ast.unparse(side).endswith("recipe.name") for side in sides):
+            constants = {each.value for side in sides for each in ast.walk(side) if isinstance(each, ast.Constant)}
+            found += [f"{node.lineno}: {ast.unparse(node)}"] * bool(constants & names)
+    return found
+
+
+def test_outside_its_rooms_nothing_asks_which_recipe_it_is() -> None:
+    """A recipe says by its class variables and methods what the rest must know: a new one changes nothing there."""
+    trees = [ast.parse(path.read_text()) for path in MODULES if path.relative_to(PACKAGE).parts[0] in ALGORITHM_ROOMS]
+    kinds = subclasses(trees, "Recipe", "RecipeOptions")
+    assert {"Plain", "SelfDistill", "GateRecipe", "SelfDistillRecipe"} < kinds  # of a subclass, too
+    assert not {"Recipe", "RecipeOptions"} & kinds
+    for path in MODULES:
+        if path.relative_to(PACKAGE).parts[0] not in ALGORITHM_ROOMS:
+            assert told_apart(path.read_text(), kinds, {*RECIPES}) == [], path
+    asks = "isinstance(options, Gate)", "type(x) is algorithm.Gate", "config.algorithm.recipe.name in ('gate', 'x')"
+    assert [len(told_apart(ask, {"Gate"}, {"gate"})) for ask in asks] == [1, 1, 1]
+    assert told_apart("isinstance(options, RecipeOptions), recipe.name == other", {"Gate"}, {"gate"}) == []
 
 
 KERNELS = sorted((PACKAGE / "kernels").glob("*.py"))
