@@ -1,9 +1,9 @@
 """python -m bench.distill: time and memory of a divergence from a teacher, beside TRL's, Liger's and full logits.
 
-Time is that of loss and gradients over that of the four bare GEMMs in the same round: CPU time, or with --device cuda
-between two events. Memory is that at the peak beyond the gradients: the growth of the resident set in a fresh process,
-or what torch allocated. On a CPU Liger's scratch is computed from its code. TRL and Liger are imported where they are
-installed, or from a folder in PYTHONPATH.
+Time is measured for loss and gradients, over the time of the four bare GEMMs in the same round: CPU time, or with
+--device cuda between two events. Memory is the peak beyond the gradients: the growth of the resident set in a fresh
+process, or what torch allocated. On a CPU Liger's scratch is computed from its code. TRL and Liger are imported where
+they are installed, or from a folder in PYTHONPATH.
 """
 
 import argparse

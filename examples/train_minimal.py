@@ -93,7 +93,7 @@ def train_step(lm: LlamaForCausalLM, optimizer: torch.optim.Optimizer, problems:
     external = torch.zeros(response.shape, dtype=torch.bool)
     external[:, -1] = True
     ends = response == END
-    mask = (ends.cumsum(-1) - ends.long()) == 0  # up to the first END, which the policy wrote too
+    mask = (ends.cumsum(-1) - ends.long()) == 0  # ends with the first END, which the policy wrote too
 
     prompt = prompts(problems)[:, None].expand(-1, MEMBERS, -1)
     tokens = torch.cat([prompt, response], dim=-1).flatten(0, 1)

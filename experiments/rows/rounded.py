@@ -1,7 +1,7 @@
 """How far off the gradients are if the operands of the two backward GEMMs are rounded, the target's column aside.
 
 d hidden = slope (weight[target] - p weight), and d weight likewise: only the products with p are GEMMs, and only their
-operands are rounded here. Those of 8 bits are scaled, along the axis that the GEMM does not sum over, to the largest
+operands are rounded here. Operands of 8 bits are scaled, along the axis that the GEMM does not sum over, to the largest
 number of their dtype. Both GEMMs read one rounded p: its scales are factors of the rows of hidden states.
 """
 

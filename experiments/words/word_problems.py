@@ -18,7 +18,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 MOST = 99  # the largest number
-ANSWER = "#### "  # as in GSM8K
+ANSWER = "#### "  # GSM8K's mark
 PAD, EOS = "<pad>", "<eos>"
 VOCABULARY = 512  # tokens at most; 433 hold every word
 FEWEST_STEPS, MOST_STEPS = 2, 5

@@ -161,7 +161,7 @@ def claimed(folder: Path, mark: str, what: str) -> Path:
     if not (folder / mark).exists() and any(folder.iterdir()):
         raise ValueError(f"want an empty folder, or an earlier {what}'s, as output; got {folder}, which is neither")
     (folder / mark).touch()
-    flush(folder)  # without its mark a folder with files is refused
+    flush(folder)  # a folder with files is refused without its mark
     return folder
 
 

@@ -120,7 +120,7 @@ def distinct(examples: Sequence[Example]) -> list[Example]:
     Public benchmark files repeat their problems (AIME 2024 eight times, AMC four times). Counted as separate problems,
     such rows would make an interval too narrow by the square root of that.
     """
-    # Beside an environment's row prompt and answer are not the whole problem.
+    # Prompt and answer are not the whole problem where an environment has a row of its own.
     merged: dict[tuple[object, ...], Example] = {}
     for example in examples:
         key = (example.benchmark, example.prompt, example.answer, repr(example.columns.get(ROW)))

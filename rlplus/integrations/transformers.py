@@ -213,7 +213,7 @@ def _check_hooks(lm: Any, head: nn.Linear) -> None:
 def _without_tensor_parallelism(head: nn.Module) -> Iterator[None]:
     """Without the hooks of torch's `parallelize_module`, which turn the head's input and output into DTensors.
 
-    That of transformers is in the head's own forward, which a fused call does not use.
+    transformers does so in the head's own forward, which a fused call does not use.
     """
     before = [(hooks, list(hooks.items())) for hooks in (head._forward_pre_hooks, head._forward_hooks)]
     changed = [(hooks, items) for hooks, items in before if any(_tensor_parallel(hook) for _, hook in items)]

@@ -9,10 +9,10 @@ from rlplus.config import TrainConfig
 
 @dataclass(frozen=True)
 class Optimization:
-    """The optimizer of a model that a recipe trains beside the policy; the policy's settings are those of `train`.
+    """The optimizer of a model that a recipe trains beside the policy; the policy has its settings in `train`.
 
     The learning rate is constant after the warm-up: the policy's schedule would not fit the model's number of updates.
-    weight_decay, grad_clip: None for those of `train`.
+    weight_decay, grad_clip: None = as in `train`.
     """
 
     lr: float

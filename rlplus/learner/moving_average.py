@@ -44,7 +44,7 @@ class MovingAverage:
             self._spread(name)
 
     def redistributed(self, ranks: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-        """This rank's parts, from those of each rank of another number."""
+        """This rank's parts, from the parts of a run on another number of ranks."""
         joined = ((name, torch.cat([parts[name] for parts in ranks])) for name in self.parts)
         return {name: _part(whole, dist.get_rank()).clone() for name, whole in joined}
 

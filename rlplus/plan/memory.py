@@ -17,7 +17,7 @@ from rlplus.plan.planned_model import Model, packed_shape
 from rlplus.rollout import DEFAULT_CACHE_MB, LOGIT_BYTES
 
 ADAM_BYTES = {"adamw": 8.0, "adamw8bit": 2 * (1 + 4 / 256)}  # bytes of both for a parameter; of 8 bits with scales
-RESERVE = 3 * GIB  # on each GPU: driver, CUDA context, cuBLAS, NCCL's buffers, fragmentation. Assumed
+RESERVE = 3 * GIB  # driver, CUDA context, cuBLAS, NCCL's buffers, fragmentation on each GPU. Assumed
 ENGINE_ASLEEP = 1 * GIB  # kept by vLLM while it sleeps: CUDA graphs, its context. Assumed
 ENGINE_OVERHEAD = 2 * GIB  # vLLM's memory beyond weights and cache: activations, logits, CUDA graphs. Assumed
 LIVE_PARAMETERS = 1_000_000_000  # DeepSpeed's stage3_max_live_parameters, and its stage3_max_reuse_distance
@@ -225,7 +225,7 @@ def head_memory(config: Config, model: Model, cluster: Cluster) -> int:
     tokens, the most that a sampler keeps for each token. A head in shards needs hidden states of all R ranks and their
     gradients, 2 b R N H; the gradient of its rows is there in the whole pass. With a divergence from a teacher the
     hidden states of its tokens are beside it, or TOPK_PAIR for each of its likeliest tokens if only they are known, and
-    weights' gradients are summed as those of other layers.
+    weights' gradients are summed as in other layers.
     """
     N, H, V, b = head_tokens(config), model.hidden, model.vocabulary, model.itemsize
     own_loss = config.algorithm.resolve().recipe.own_loss

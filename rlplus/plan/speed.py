@@ -63,7 +63,7 @@ def estimate_seconds(config: Config, model: Model, memory: Memory, cluster: Clus
     passes = _old_passes(config, updates, shown) + bool(algorithm.objective.kl_coef)
     passes += 2 * bool(algorithm.reward_kl_coef)  # two more, on samples not yet packed for their updates
     teacher = model if algorithm.recipe.demonstration_prompt else model.teacher
-    passes += bool(teacher or algorithm.recipe.teacher_server) and not algorithm.recipe.own_loss  # for advantages
+    passes += bool(teacher or algorithm.recipe.teacher_server) and not algorithm.recipe.own_loss  # advantages
     seconds["old_logprob"] = passes * (forward + head) / flops
     first, later = (needs_statistics(algorithm, on_policy) for on_policy in (not config.stale, False))
     if statistics := (first + later * (updates - 1)) / updates + algorithm.recipe.weighs_tokens:

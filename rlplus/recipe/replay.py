@@ -67,7 +67,7 @@ class ReplayRecipe(Recipe):
         self._share = (0, 0)
 
     def prompts(self, drawn: Sequence[int]) -> list[int]:
-        """The first ones of those drawn, and in the place of others prompts that return, shuffled. Collective."""
+        """The first drawn prompts, shuffled with prompts that return in place of the last ones. Collective."""
         random = Random(f"{self.config.train.seed} {self.steps}")
         here, buckets, chosen = set(drawn), dict[int, list[int]](), list[int]()
         for place, solved in sorted(self.solved.items()):

@@ -34,7 +34,7 @@ from rlplus.rollout.push import parameter_shapes, ranks_here, watched
 
 WORKER = "rlplus.rollout.engine_worker"
 ATTEMPTS = 3  # tries per request, in case the request itself crashes the engine
-POLL_S = 0.5  # a death that the pipe does not tell, because a child still holds it, is noticed this late
+POLL_S = 0.5  # interval of looks at a dead worker whose pipe a child still holds open
 STOP_S = 10.0  # limit of an orderly end
 START_S = 1800.0  # limit for loading a model, compiling and capturing graphs, which shows no progress
 BEAT_S = 0.1  # interval of signs of progress

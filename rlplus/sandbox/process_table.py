@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 
 class Process(NamedTuple):
-    """A process: CPU time in clock ticks, with that of the children it waited for; state as in ps; memory in pages."""
+    """A process: CPU time in clock ticks, its reaped children's included; state as in ps; memory in pages."""
 
     parent: int
     ticks: int

@@ -27,7 +27,7 @@ _PROCESSES = 64
 _LOOK_S = 0.05  # how often the processes are counted: reading /proc costs milliseconds
 _END_S = 0.02  # how often a sandbox is told to end
 _LATE_S = 0.2  # a later look than this says nothing of the time before
-_WALL_CLOCK_FACTOR = 5  # the limit of the wall clock over that of the CPU time, for a busy machine
+_WALL_CLOCK_FACTOR = 5  # limit of the wall clock / limit of the CPU time, for a busy machine
 _MOST_OUTPUT = 1 << 28  # bytes of all runs together
 _ENVIRONMENT = {"PATH": "/usr/bin:/bin", "HOME": "/program", "LANG": "C.UTF-8"}
 _BWRAP = ("--die-with-parent", "--new-session", "--as-pid-1", "--cap-drop", "ALL")
@@ -179,7 +179,7 @@ class Sandbox:
     def _results(
         self, sandboxes: Sequence["subprocess.Popen[bytes]"], count: int
     ) -> Generator[tuple[bool, str], None, None]:
-        """The replies of the first sandbox. The limits are those of all together."""
+        """The replies of the first sandbox. The limits hold for all together."""
         process = sandboxes[0]
         assert process.stdout is not None
         received, partial = 0, b""

@@ -85,7 +85,7 @@ class Reporter:
     """Prints a line for every step and for every long phase, and keeps progress.json true. For `with`, on every rank.
 
     enabled: on rank 0; the others are silent. A thread looks at `activity`, which says what the engine, the grader and
-    the learner do, so that a line comes also while one of them computes. Counts are those of rank 0's part.
+    the learner do, so that a line comes also while one of them computes. Counts are rank 0's.
     """
 
     def __init__(

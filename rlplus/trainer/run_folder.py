@@ -61,7 +61,7 @@ class RunFolder:
         return self.last is not None and exported == self.last.name and (self.model / "config.json").exists()
 
     def set_inputs(self, weights: str | None, examples: Sequence[Example]) -> None:
-        """Fingerprint the inputs; ValueError if they are not those of the checkpoint, in whatever location."""
+        """Fingerprint the inputs; ValueError if the checkpoint has others; their location may differ."""
         fingerprints = {"weights": weights, "examples": fingerprint(examples)}
         self.fixed |= fingerprints
         if self.last is not None:

@@ -152,7 +152,7 @@ class Step:
                 for micro in batches:
                     if config.stale:  # the old policies sampled the batch, and the trainer no longer has them
                         use_engine_logprob(micro, policy.logprob(micro) if shown else None)
-                    elif changed:  # until the policy changes, an update's own forward pass is the old policy
+                    elif changed:  # an update's own forward pass is the old policy until the policy changes
                         micro.old_logprob = policy.logprob(micro)
                         tally_mismatch(self.tally, micro.old_logprob, micro.engine_logprob)
                     if update.algorithm.objective.kl_coef:

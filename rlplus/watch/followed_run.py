@@ -52,7 +52,7 @@ class MetricsFile:
         if added is None:  # done again by a resumed run, in other times; or removed
             self.steps, self._read, self._last, self.problem = [], 0, b"", ""
             added = self._added() or b""
-        complete, end, _ = added.rpartition(b"\n")  # behind it a line that is being written
+        complete, end, _ = added.rpartition(b"\n")  # a line that is being written may follow
         if end:
             lines = complete.split(b"\n")
             self._read += len(complete) + 1

@@ -9,7 +9,7 @@ from rlplus.config import MAX_LOGPROB_GAPS
 from rlplus.watch.followed_run import FollowedRun
 
 RECENT = 5  # steps whose means are looked at
-QUIET_S = 600.0  # without a token, a grade or a micro-batch; an engine that hangs is ended after less
+QUIET_S = 600.0  # time without a token, a grade or a micro-batch; an engine that hangs is ended after less
 NEAR_LIMIT = 0.5  # share of rollout.max_logprob_gap, above which the run stops
 OFF = 0.1  # share of tokens whose probabilities differ by more than 10%
 OLD, MOVED, CLIPPED = 1.0, 0.1, 0.2  # a batch's age in steps; the KL to its policy; the share of clipped ratios

@@ -21,7 +21,7 @@ HEADERS = {
     "X-Content-Type-Options": "nosniff",
 }
 JSON, TEXT, HTML = (f"{kind}; charset=utf-8" for kind in ("application/json", "text/plain", "text/html"))
-PATIENCE_S = 30  # for a request
+PATIENCE_S = 30  # limit of a request
 
 logger = logging.getLogger(__name__)
 

@@ -21,7 +21,7 @@ SCRIPTS = Path(__file__).parent / "scripts"
 A, R, M = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout.", "actor_rollout_ref.model."
 OBJECTIVE = "algorithm.objective."
 
-# By script: the keys of the configuration, the settings that are listed as lost, and the keys that must be filled in.
+# Keys of the configuration by script, the settings that are listed as lost, and the keys that must be filled in.
 CASES: dict[str, tuple[dict[str, Any], set[str], set[str]]] = {
     "trl_first.py": (
         {

@@ -75,7 +75,7 @@ def stated(page: str) -> set[tuple[str, str]]:
 
 @pytest.mark.parametrize("page", ["trl", "transformers", "verl", "openrlhf", "prime-rl"])
 def test_a_page_states_the_versions_that_its_tests_run_with(page: str) -> None:
-    """Those that `make test-peers` installs, and for libraries beside the trainer those of pyproject.toml."""
+    """`make test-peers` installs these, and for libraries beside the trainer pyproject.toml has them."""
     requirements = (ROOT / "tests/peers" / ("prime-rl.txt" if page == "prime-rl" else "peers.txt")).read_text()
     pins = re.findall(VERSION.replace(" ", "=="), (ROOT / "Makefile").read_text() + requirements)
     checkouts = re.findall(f"checkout of {VERSION}", requirements)

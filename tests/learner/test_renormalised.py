@@ -1,4 +1,4 @@
-"""Loss and logprobs of samples that were drawn from kept tokens: those of the policy renormalised over them."""
+"""Loss and logprobs of samples that were drawn from kept tokens: the policy's, renormalised over them."""
 
 import random
 from collections.abc import Iterator

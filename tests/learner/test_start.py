@@ -121,7 +121,7 @@ def test_both_ranks_refuse_missing_tensors(tmp_path: Path) -> None:
 
 
 def test_a_tokenizer_that_cannot_be_written_is_an_error_with_its_folder(tmp_path: Path) -> None:
-    """transformers' own has no name, and that of the package tokenizers is a plain Exception."""
+    """The error of transformers has no name, and the one of the package tokenizers is a plain Exception."""
     (tmp_path / "tokenizer.json").symlink_to("/dev/full")
     with pytest.raises(OSError, match=f"could not write the tokenizer to {tmp_path}: No space left on device"):
         write_pretrained(byte_tokenizer(), str(tmp_path))

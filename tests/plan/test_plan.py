@@ -66,7 +66,7 @@ def test_a_larger_micro_batch_and_fewer_gpus_never_take_less():
     stages = [training(8, f"train.zero_stage={n}") for n in (3, 2, 1)]
     assert stages == sorted(stages)
     assert training(16) < training(8) < training(4)
-    compiled = training(8, "model.attention=sdpa", "train.compile=true")  # with a mask for packed rows
+    compiled = training(8, "model.attention=sdpa", "train.compile=true")  # packed rows have a mask
     assert compiled > training(8, "model.attention=sdpa") == pytest.approx(training(8), rel=1e-3)
     assert training(8, "train.offload_optimizer=cpu") < training(8)
     assert training(8, "model.gradient_checkpointing=false") > 2 * training(8)

@@ -268,7 +268,7 @@ VLLM = "rollout.gpu_memory_utilization=0.6"
 
 
 def test_weights_of_4_bits_are_counted():
-    """As bitsandbytes has them, without its tables; the numbers for 7 billion are those of what-fits.md."""
+    """As bitsandbytes has them, without its tables; what-fits.md has the same numbers for 7 billion."""
     pytest.importorskip("bitsandbytes")
     quantized = paper("model.lora={quantization: nf4}", *QLORA, VLLM)
     lm = AutoModelForCausalLM.from_config(thin_model(), dtype=torch.bfloat16)

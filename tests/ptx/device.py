@@ -35,7 +35,7 @@ SYNCING = {
 FREE = {"detach", "alias", "lift_fresh", "lift", "set_", "is_pinned", "_unsafe_view", "_reshape_alias", "resize_"}
 INDEXED = ("index", "index_put", "index_put_", "_index_put_impl_")
 LARGE = 10**6  # numbers of a tensor that is not filled where nothing is computed
-storage_of = Tensor.untyped_storage  # before anything replaces methods of tensors
+storage_of = Tensor.untyped_storage  # kept before anything replaces methods of tensors
 
 
 class SynchronisationError(RuntimeError):
@@ -80,7 +80,7 @@ class Device(TorchDispatchMode):
         storage = storage_of(x)
         if (key := storage._cdata) in self.blocks:
             return
-        size = -(-storage.nbytes() // 512) * 512  # as the allocator rounds
+        size = -(-storage.nbytes() // 512) * 512  # the allocator rounds so
         self.blocks[key] = size
         self.allocated += size
         self.total += size

@@ -196,7 +196,7 @@ def _halves(name: str, operands: str, order: Callable[..., tuple[Any, Any, Any]]
     ]  # fmt: skip
 
 
-_INTEGRAL: dict[str, tuple[Callable[..., Array], Callable[..., Any]]] = {  # towards 0, down, up, to nearest
+_INTEGRAL: dict[str, tuple[Callable[..., Array], Callable[..., Any]]] = {  # rounded towards 0, down, up, to nearest
     "rzi": (np.trunc, math.trunc), "rmi": (np.floor, math.floor), "rpi": (np.ceil, math.ceil), "rni": (np.rint, round),
 }  # fmt: skip
 

@@ -294,7 +294,7 @@ def test_the_average_is_divided_among_other_ranks(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize("stage", [2, 3])
 @pytest.mark.parametrize("teacher", ["policy", "initial", "average"])
 def test_a_run_in_shards(tmp_path: Path, stage: int, teacher: str) -> None:
-    """The forward passes of the teacher stand between the policy's: the metrics are those of ZeRO-1."""
+    """The forward passes of the teacher stand between the policy's: the metrics are the same as with ZeRO-1."""
     found = []
     for zero_stage in (1, stage):
         section = {"steps": 3, "prompts_per_update": 2, "zero_stage": zero_stage}

@@ -44,7 +44,7 @@ for line in sys.stdin:
 
 
 def rows() -> dict[str, tuple[str, str]]:
-    """The table: what to add -> the files to touch, and those of tests and pages."""
+    """The table: what to add -> the files to touch, and the tests and pages."""
     text = (ROOT / "CONTRIBUTING.md").read_text().partition("## Where a change goes")[2].partition("\n## ")[0]
     cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if line.startswith("|")]
     return {thing: (code, others) for thing, code, others in cells[2:]}

@@ -149,7 +149,7 @@ def test_outside_its_rooms_nothing_asks_which_recipe_it_is() -> None:
     """A recipe says by its class variables and methods what the rest must know: a new one changes nothing there."""
     trees = [ast.parse(path.read_text()) for path in MODULES if path.relative_to(PACKAGE).parts[0] in ALGORITHM_ROOMS]
     kinds = subclasses(trees, "Recipe", "RecipeOptions")
-    assert {"Plain", "SelfDistill", "GateRecipe", "SelfDistillRecipe"} < kinds  # of a subclass, too
+    assert {"Plain", "SelfDistill", "GateRecipe", "SelfDistillRecipe"} < kinds  # the last is below a subclass
     assert not {"Recipe", "RecipeOptions"} & kinds
     for path in MODULES:
         if path.relative_to(PACKAGE).parts[0] not in ALGORITHM_ROOMS:

@@ -1,4 +1,4 @@
-"""A release: version, changelog and workflow agree, and Python's versions are those of pyproject.toml everywhere."""
+"""A release: version, changelog and workflow agree, and Python's versions are pyproject.toml's everywhere."""
 
 import pkgutil
 import re

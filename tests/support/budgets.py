@@ -82,7 +82,7 @@ def committed(row: Row, table: Table) -> Row | None:
 
 
 def exact(table: Table, section: str) -> bool:
-    """Whether the numbers are those of the installed compilers."""
+    """Whether the installed compilers made the numbers."""
     same = triton.__version__ == table["triton"]
     return same and (section == "kernels" or torch.__version__.partition("+")[0] == table["torch"])
 

@@ -29,7 +29,7 @@ FAMILIES: list[tuple[str, dict[str, Any], LogitTransform]] = [
     ("Qwen3", {}, PLAIN),
     ("Mistral", {}, PLAIN),
     ("Mixtral", EXPERTS, PLAIN),
-    ("Phi", {}, PLAIN),  # with a bias
+    ("Phi", {}, PLAIN),  # has a bias
     ("Phi3", {}, PLAIN),
     ("Gemma", {}, PLAIN),
     ("Gemma2", {"final_logit_softcapping": 1.5}, LogitTransform(1.0, 1.5)),
@@ -54,7 +54,7 @@ FAMILIES: list[tuple[str, dict[str, Any], LogitTransform]] = [
                   "qk_rope_head_dim": 8, "v_head_dim": 16, "num_key_value_heads": 2}, LogitTransform(4.0, None)),
     ("Mpt", {"d_model": 32, "n_heads": 2, "n_layers": 2, "logit_scale": 3.0}, PLAIN),  # the class ignores it
     ("GPT2LMHeadModel", GPT2, PLAIN),
-    ("GPTJ", GPT2 | {"rotary_dim": 8}, PLAIN),  # with a bias
+    ("GPTJ", GPT2 | {"rotary_dim": 8}, PLAIN),  # has a bias
     ("GPTNeoX", {}, PLAIN),
     ("Bloom", {"n_layer": 2, "n_head": 2}, PLAIN),
     ("Mamba", {"state_size": 4, "expand": 2}, PLAIN),

@@ -118,7 +118,7 @@ def _begin(there: Connection, said: str, action: Callable[..., Any], arguments: 
     os.dup2(output, 1)
     os.dup2(output, 2)
     listener = _install()
-    reduction.send_handle(there, listener, os.getppid())  # by sendmsg, which does not stop
+    reduction.send_handle(there, listener, os.getppid())  # sendmsg does not stop
     os.close(listener)
     os._exit(int(action(*arguments) or 0))
 

@@ -51,7 +51,7 @@ def responses(engine: Any, requests: Sequence[Request], sampling: Sampling) -> l
 
 def train_all(folder: Path, output: str) -> None:
     changes = {"steps": 6, "prompts_per_update": 2, "lr": 1e-4}
-    # Before the first run: in a process group transformers writes the files of its first rank only.
+    # Made before the first run: in a process group transformers writes the files of its first rank only.
     teacher = make_teacher(folder, f"teacher-{output}-{os.environ.get('RANK')}")
     with (
         mock.patch.object(TransformersEngine, "generate", responses),

@@ -35,7 +35,7 @@ class TeacherServer:
         return {"choices": [{"prompt_logprobs": self.prompt_logprobs(body["prompt"], body["prompt_logprobs"])}]}
 
     def prompt_logprobs(self, tokens: list[int], k: int) -> list[dict[str, Any] | None]:
-        """As vLLM 0.32's: for each token but the first its own logprob, and those of the k likeliest at its place."""
+        """As vLLM 0.32's: for each token but the first its own logprob, and the k largest at its place."""
         with torch.no_grad():
             logp = self.lm(torch.tensor([tokens])).logits[0, :-1].log_softmax(-1)
         rows: list[dict[str, Any] | None] = [None]

@@ -216,7 +216,7 @@ def _tool(tool: Any) -> dict[str, Any]:
 
 
 def _parts(environment: Any) -> Iterator[Any]:
-    """The environment, and those of a group."""
+    """The environment, and the members of a group."""
     yield environment
     for part in getattr(environment, "envs", ()):
         yield from _parts(part)

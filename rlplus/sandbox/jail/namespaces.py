@@ -11,11 +11,11 @@ from .linux import check, libc, machine
 FILE_BYTES = 1 << 26  # limit of one file, and of all in /program
 _FILES = FILE_BYTES >> 12  # and folders and links in /program: empty ones have no bytes, but a kilobyte of the kernel's
 _NOBODY, _FIRST_USER = 65534, 1 << 31
-_WANTED = 1 << 6 | 1 << 7 | 1 << 21  # to become another group and user, and to make namespaces: linux/capability.h
+_WANTED = 1 << 6 | 1 << 7 | 1 << 21  # CAP_SETGID, CAP_SETUID and CAP_SYS_ADMIN of linux/capability.h
 _NEW_USER, _NEW_REST = 0x10000000, 0x20000 | 0x4000000 | 0x8000000 | 0x20000000 | 0x40000000  # linux/sched.h
 _READ_ONLY, _NO_SETUID, _NO_DEVICES, _NO_EXEC, _BIND, _RECURSIVE, _PRIVATE = 1, 2, 4, 8, 4096, 16384, 1 << 18
 _DETACH = 2  # sys/mount.h
-_MOUNT_SETATTR, _HERE, _ALL_BELOW = 442, -100, 0x8000  # on both machines; AT_FDCWD, AT_RECURSIVE
+_MOUNT_SETATTR, _HERE, _ALL_BELOW = 442, -100, 0x8000  # the same on both machines; AT_FDCWD, AT_RECURSIVE
 _PIVOT_ROOT = (155, 41)
 _KEYCTL, _JOIN_SESSION_KEYRING = (250, 219), 1  # linux/keyctl.h
 
