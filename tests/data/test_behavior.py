@@ -14,7 +14,7 @@ import torch
 from engine_runs import changed, write_start
 from trainer_runs import metrics, run_config, write_task
 from transformers import AutoModelForCausalLM
-from update_cases import batch_of_samples, packed
+from update_cases import batch_of_samples, check_gradients, packed
 
 from rlplus.algorithm import ALGORITHMS
 from rlplus.config import Config, DataConfig, load_config
@@ -126,10 +126,7 @@ def test_the_true_denominator_reaches_the_gradient(tmp_path: Path, external: str
         model = run.policy.engine.module
         for batch in packed(run, samples):
             model(batch, run.policy._loss_op(objective, batch)).loss.backward()
-        for name, parameter in lm.named_parameters():
-            bound = {"rtol": 1e-4, "atol": 1e-6 * float(parameter.grad.abs().max())}  # as in test_trainer.py
-            got = dict(model.named_parameters())[f"lm.{name}"].grad
-            torch.testing.assert_close(got.double(), parameter.grad, msg=name, **bound)
+        check_gradients(model, {name: p.grad for name, p in lm.named_parameters()})
         with pytest.raises(AssertionError, match="want the author's logprob of"):
             packed(run, [replace(s, behavior_logprob=None) for s in samples])
 

@@ -4,7 +4,6 @@ import ast
 import importlib.util
 import re
 import shlex
-import sys
 import tomllib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -14,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from manual import DECISIONS, MANUAL, PAGES, ROOT, Block, all_blocks, blocks, prose
+from manual import DECISIONS, MANUAL, PAGES, ROOT, Block, all_blocks, blocks, module_from, prose
 from markdown.extensions.toc import slugify
 from run_files import MINIMAL, write_minimal
 from torch.distributed.run import get_args_parser
@@ -38,16 +37,6 @@ from rlplus.recipe import Batch
 COMPARISONS = {f"compare/{path.stem}.html" for path in (ROOT / "experiments/compare/results").glob("*.json")}
 SCHEMA = json_schema()
 SOURCE = "\n".join(path.read_text() for path in sorted((ROOT / "rlplus").rglob("*.py")))
-
-
-def module_from(path: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[path.stem] = module
-    spec.loader.exec_module(module)
-    return module
 
 
 # ---- derived parts, links

@@ -1,6 +1,5 @@
 """The notebooks of examples/: without outputs, on the page, executed on the CPU. TRL has test_peers_notebook.py."""
 
-import importlib.util
 import json
 import os
 import re
@@ -9,6 +8,7 @@ from pathlib import Path
 
 import processes
 import pytest
+from manual import module_from
 from mkdocs.config import load_config
 from notebook_cells import cells
 
@@ -40,11 +40,7 @@ def test_the_page_names_every_notebook() -> None:
     ],
 )
 def test_a_notebook_opens_in_colab_where_the_repository_is_on_github(address: str, link: str) -> None:
-    spec = importlib.util.spec_from_file_location("repository_link", ROOT / "docs/repository_link.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    module = module_from(ROOT / "docs/repository_link.py")
     config = load_config(str(ROOT / "mkdocs.yml"))
     config.repo_url = address
     page = module.on_page_markdown("See `examples/notebooks/a.ipynb`.", None, config, None)

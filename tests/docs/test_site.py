@@ -1,15 +1,13 @@
 """The manual as a site: it asks no other server, fits desktops and phones, and is searched without a server."""
 
-import importlib.util
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
 
 import processes
 import pytest
 from chromium import MISSING, PROGRAM, SIZES, Tab, chromium
-from manual import ROOT
+from manual import ROOT, module_from
 from mkdocs.commands.build import build
 from mkdocs.config import load_config
 
@@ -88,18 +86,9 @@ def test_the_search_finds_without_a_server(site: Path, tab: Tab) -> None:
     assert tab.complaints == []
 
 
-def hook() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("repository_link", ROOT / "docs/repository_link.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 @pytest.mark.parametrize("address", [None, "https://git.example/owner/rlplus"])
 def test_the_link_to_the_repository_is_the_projects(tmp_path: Path, address: str | None) -> None:
-    module, config = hook(), load_config(str(ROOT / "mkdocs.yml"))
+    module, config = module_from(ROOT / "docs/repository_link.py"), load_config(str(ROOT / "mkdocs.yml"))
     module.PROJECT = tmp_path / "pyproject.toml"
     module.PROJECT.write_text("[project.urls]\n" + (f'Repository = "{address}"\n' if address else ""))
     module.on_config(config)

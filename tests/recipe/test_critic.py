@@ -10,7 +10,7 @@ import torch
 from learner_runs import grade, killed_and_resumed
 from trainer_runs import metrics, run_config
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
-from update_cases import batch_of_samples
+from update_cases import batch_of_samples, check_gradients
 
 from rlplus.algorithm import generalized_advantages, value_loss
 from rlplus.config import Config
@@ -168,11 +168,7 @@ def test_values_and_their_gradient_are_those_of_single_sequences_in_float64(run:
     assert float(sum(out.loss.detach() for out in outputs)) == pytest.approx(float(loss.detach()), rel=1e-5)
     gradients = {name: p.grad for name, p in lm.named_parameters()}
     assert "lm_head.weight" in gradients
-    for name, p in model.named_parameters():
-        gradient = gradients[name.removeprefix("lm.")]
-        bound = {"rtol": 1e-4, "atol": 1e-6 * float(gradient.abs().max())}  # as in test_trainer.py
-        torch.testing.assert_close(p.grad.double(), gradient, msg=name, **bound)
-    model.zero_grad()
+    check_gradients(model, gradients)
 
 
 def test_a_cut_response_has_no_reward_and_advantages_are_whitened_where_told(run: Run) -> None:

@@ -8,7 +8,7 @@ import torch
 from learner_runs import grade, killed_and_resumed
 from trainer_runs import run_config
 from transformers import AutoModelForCausalLM
-from update_cases import batch_of_samples
+from update_cases import batch_of_samples, check_gradients
 
 from rlplus.algorithm import outcome_loss, process_advantages
 from rlplus.config import Config
@@ -106,12 +106,7 @@ def test_scores_and_the_gradient_are_those_of_single_sequences_in_float64(run: R
     outputs = [model(batch, process._outcome_op(0.05, 1, batch)) for batch in batches]
     sum(out.loss for out in outputs).backward()
     assert float(sum(out.loss.detach() for out in outputs)) == pytest.approx(float(loss.detach()), rel=1e-5)
-    gradients = {name: p.grad for name, p in phi.named_parameters()}
-    for name, p in model.named_parameters():
-        gradient = gradients[name.removeprefix("lm.")]
-        bound = {"rtol": 1e-4, "atol": 1e-6 * float(gradient.abs().max())}  # as in test_trainer.py
-        torch.testing.assert_close(p.grad.double(), gradient, msg=name, **bound)
-    model.zero_grad()
+    check_gradients(model, {name: p.grad for name, p in phi.named_parameters()})
 
 
 def test_scores_are_scaled_by_the_largest_return_of_the_batch(run: Run) -> None:

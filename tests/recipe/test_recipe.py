@@ -10,9 +10,10 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from engine_runs import same
+from recipe_cases import draw_rewards
 from trainer_runs import metrics, run_config
 from transformers import AutoModelForCausalLM
-from update_cases import batch_of_samples, naive_loss, packed
+from update_cases import batch_of_samples, check_gradients, naive_loss, packed
 
 from rlplus import checkpoint
 from rlplus.algorithm import ALGORITHMS, Algorithm
@@ -68,16 +69,11 @@ def test_values_of_single_tokens_reach_the_gradient(run: Run) -> None:
     tokens = sum(len(sample.response) for sample in samples)
     for s in samples:
         (naive_loss(lm, s, torch.tensor(s.advantage).double(), torch.tensor(s.external)) / tokens).backward()
-    want = {name: p.grad for name, p in lm.named_parameters()}
     model = run.policy.engine.module
     model.zero_grad()
     for batch in packed(run, samples):
         model(batch, run.policy._loss_op(ALGORITHMS["rlplus"].objective, batch)).loss.backward()
-    for name, p in model.named_parameters():
-        gradient = want[name.removeprefix("lm.")]
-        bound = {"rtol": 1e-4, "atol": 1e-6 * float(gradient.abs().max())}  # as in test_trainer.py
-        torch.testing.assert_close(p.grad.double(), gradient, msg=name, **bound)
-    model.zero_grad()
+    check_gradients(model, {name: p.grad for name, p in lm.named_parameters()})
 
 
 def test_denominators_count_the_tokens_of_either_kind(run: Run) -> None:
@@ -123,12 +119,6 @@ def test_a_response_is_kept_for_one_token_with_a_gradient(run: Run) -> None:
 
 @pytest.fixture(autouse=True)
 def some_right(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rewards that an untrained model gets now and then, so that some groups are solved and others not."""
-
-    def draw_rewards(samples: Sequence[Sample], *_: Any) -> None:
-        for sample in samples:
-            sample.reward = float(sample.demonstration or sum(sample.response) % 7 == 0)
-
     monkeypatch.setattr("rlplus.trainer.step.score", draw_rewards)
 
 

@@ -1,7 +1,7 @@
 """Helpers for tests of runs whose engine breaks or runs ahead."""
 
 import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from rlplus.data import Example, Sample, byte_tokenizer
 from rlplus.recipe import Ask
 from rlplus.rollout import Respond, RolloutEngine
 from rlplus.rollout.transformers_engine import TransformersEngine
+from rlplus.rollout.vllm_engine import VLLMEngine
 from rlplus.trainer.groups import Going, begin, generate, room
 
 
@@ -61,6 +62,57 @@ def whole_groups(
     """Every group's members, without segments."""
     going = [Going(examples[s.group], s, room(s, config)) for s in begin(examples, asks)]
     return generate(engine, going, config, respond, seed, version=0)
+
+
+def engine_in_this_process(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Have runs make the process's engine here: only where it runs differs, and starting it takes seconds.
+
+    -> settings of the engine that differ from the run's, to be filled in.
+    """
+    changes: dict[str, Any] = {}
+
+    def make(config: Any, *rest: Any, **settings: Any) -> TransformersEngine:
+        settings.pop("seed")
+        return TransformersEngine(config, *rest, **settings | changes)
+
+    monkeypatch.setattr("rlplus.trainer.run_parts.make_engine", make)
+    return changes
+
+
+def leave_out(monkeypatch: pytest.MonkeyPatch, field: str) -> None:
+    """Have the transformers engine give None for a field of its completions."""
+    generate = TransformersEngine.generate
+
+    def without(engine: Any, *args: Any) -> Any:
+        groups = generate(engine, *args)
+        for completion in (c for group in groups for c in group):
+            object.__setattr__(completion, field, None)
+        return groups
+
+    monkeypatch.setattr(TransformersEngine, "generate", without)
+
+
+def in_the_middle_of_vllms(patch: pytest.MonkeyPatch, action: Callable[[], None]) -> list[int]:
+    """Call the function in the third step of vLLM's second batch; returns a number for each batch."""
+    original, calls = VLLMEngine._run, []
+
+    def run(engine: Any, requests: Any) -> Any:
+        if requests[0][1].max_tokens > 2:  # not the probe
+            calls.append(1)
+            if len(calls) == 2:
+                step, steps = engine._llm.llm_engine.step, []
+
+                def third(*args: Any, **options: Any) -> Any:
+                    steps.append(1)
+                    if len(steps) == 3:
+                        action()
+                    return step(*args, **options)
+
+                engine._llm.llm_engine.step = third
+        return original(engine, requests)
+
+    patch.setattr(VLLMEngine, "_run", run)
+    return calls
 
 
 def fail(monkeypatch: pytest.MonkeyPatch, *calls: int) -> list[int]:

@@ -1,8 +1,11 @@
 """The pages of the manual and the blocks of code on them."""
 
+import importlib.util
 import re
+import sys
 from functools import cache
 from pathlib import Path
+from types import ModuleType
 from typing import NamedTuple
 
 ROOT = Path(__file__).parents[2]
@@ -15,6 +18,17 @@ PAGES = [
 ]
 PAGES += [ROOT / folder / "README.md" for folder in ("bench", "csrc", "experiments", "kernels", "tests/ptx")]
 PAGES.append(ROOT / "rlplus/sandbox/SECURITY.md")
+
+
+def module_from(path: Path) -> ModuleType:
+    """A module of the manual's own, from its file."""
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module
+    spec.loader.exec_module(module)
+    return module
 
 
 class Block(NamedTuple):

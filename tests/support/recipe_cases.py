@@ -12,7 +12,7 @@ from engine_runs import same
 from torch import Tensor
 from trainer_runs import metrics, run_config
 from transformers import AutoModelForCausalLM, PreTrainedModel
-from update_cases import packed
+from update_cases import check_gradients, packed
 
 from rlplus.algorithm import Algorithm
 from rlplus.config import Config
@@ -57,11 +57,7 @@ def check_gradient(
     for micro_batches, algorithm in updates:
         for micro in micro_batches:
             model(micro, run.policy._loss_op(algorithm.objective, micro)).loss.backward()
-    got = {name.removeprefix("lm."): p.grad.double() for name, p in model.named_parameters()}
-    model.zero_grad()
-    for name, p in lm.named_parameters():
-        bound = {"rtol": 1e-4, "atol": 1e-6 * float(p.grad.abs().max())}  # as in test_trainer.py
-        torch.testing.assert_close(got[name], p.grad, msg=name, **bound)
+    check_gradients(model, {name: p.grad for name, p in lm.named_parameters()})
 
 
 def packed_updates(run: Run, *updates: Update) -> list[tuple[list[MicroBatch], Algorithm]]:
@@ -91,6 +87,18 @@ def draw_rewards(samples: Sequence[Sample], *_: Any) -> None:
     """Replaces the grader: rewards that an untrained model gets now and then, so that some groups are solved."""
     for sample in samples:
         sample.reward = float(sample.demonstration or sum(sample.response) % 7 == 0)
+
+
+def demonstrations_of_steps(monkeypatch: pytest.MonkeyPatch) -> list[Sample]:
+    """Have runs draw their rewards; -> a list that gets what their steps demonstrate."""
+    seen: list[Sample] = []
+
+    def score(samples: Sequence[Sample], *rest: Any) -> None:
+        draw_rewards(samples, *rest)
+        seen.extend(sample for sample in samples if sample.demonstration)
+
+    monkeypatch.setattr("rlplus.trainer.step.score", score)
+    return seen
 
 
 def resumed_config(folder: Path, output: str, algorithm: dict[str, Any], steps: int = 20) -> Config:

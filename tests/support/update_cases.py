@@ -1,9 +1,10 @@
 """Samples of one update, their micro-batches, and the gradient that they must have."""
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from rlplus.algorithm import Algorithm
@@ -49,6 +50,16 @@ def naive_gradients(
         for s, advantage in zip(members, advantages, strict=True):
             (naive_loss(lm, s, advantage, torch.tensor(s.external), temperature) / tokens).backward()
     return {name: p.grad for name, p in lm.named_parameters()}
+
+
+def check_gradients(model: nn.Module, want: Mapping[str, Tensor]) -> None:
+    """Compare the gradients of a learner's module, then cleared, with `want` in float64, by the plain model's names."""
+    got = {name.removeprefix("lm."): p.grad for name, p in model.named_parameters()}
+    model.zero_grad()
+    assert got.keys() == want.keys()
+    for name, gradient in want.items():
+        bound = 1e-6 * float(gradient.abs().max())
+        torch.testing.assert_close(got[name].double(), gradient, rtol=1e-4, atol=bound, msg=name)
 
 
 def dropped(s: Sample, vocabulary: int) -> Tensor:

@@ -7,14 +7,12 @@ from typing import Any
 import pytest
 import quick
 import torch
-from engine_runs import changed, same
-from recipe_cases import draw_rewards
+from engine_runs import changed, engine_in_this_process, leave_out, same
+from recipe_cases import demonstrations_of_steps, draw_rewards
 from trainer_runs import metrics, run_config
 
 from rlplus.config import Config
-from rlplus.data import Sample
 from rlplus.rollout import RunFailed
-from rlplus.rollout.transformers_engine import TransformersEngine
 from rlplus.trainer import train
 
 SAMPLED = {"top_k": 12, "top_p": 0.9, "min_p": 0.01, "temperature": 0.8}
@@ -26,12 +24,7 @@ CASES = [("rlplus", 1), (REPLAYED, 0), ("grpo", 0), ("gspo", 2)]
 def rewards(monkeypatch: pytest.MonkeyPatch) -> None:
     """Such that every algorithm has a gradient; and the process's engine in this process, which takes seconds less."""
     monkeypatch.setattr("rlplus.trainer.step.score", draw_rewards)
-
-    def make(config: Any, *rest: Any, **settings: Any) -> TransformersEngine:
-        settings.pop("seed")
-        return TransformersEngine(config, *rest, **settings)
-
-    monkeypatch.setattr("rlplus.trainer.run_parts.make_engine", make)
+    engine_in_this_process(monkeypatch)
 
 
 def config(folder: Path, output: str, algorithm: Any, overlap: int, steps: int) -> Config:
@@ -91,15 +84,7 @@ def test_settings_that_contradict(
 
 
 def test_an_engine_without_sets_ends_the_run_before_a_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    generate = TransformersEngine.generate
-
-    def without(engine: Any, *args: Any) -> Any:
-        groups = generate(engine, *args)
-        for completion in (c for group in groups for c in group):
-            object.__setattr__(completion, "kept", None)
-        return groups
-
-    monkeypatch.setattr(TransformersEngine, "generate", without)
+    leave_out(monkeypatch, "kept")
     message = "want the tokens that top_k 12, top_p 0.9, min_p 0.01 kept, .* the transformers engine gave none"
     with pytest.raises(RunFailed, match=message):
         train(config(tmp_path, "run", "grpo", 0, 1))
@@ -108,13 +93,7 @@ def test_an_engine_without_sets_ends_the_run_before_a_step(tmp_path: Path, monke
 
 def test_a_replayed_rollout_has_its_sets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its author is the policy renormalised over them, at the ratio r = 1 as long as the policy has not changed."""
-    seen: list[Sample] = []
-
-    def score(samples: Any, *rest: Any) -> None:
-        draw_rewards(samples, *rest)
-        seen.extend(sample for sample in samples if sample.demonstration)
-
-    monkeypatch.setattr("rlplus.trainer.step.score", score)
+    seen = demonstrations_of_steps(monkeypatch)
     still = config(tmp_path, "run", REPLAYED, 0, 3)
     folder = train(changed(still, "train", lr=1e-30))
     assert seen

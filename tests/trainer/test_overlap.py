@@ -12,7 +12,7 @@ import processes
 import pytest
 import quick
 import torch
-from engine_runs import changed, fail, model, same, torchrun, whole_groups
+from engine_runs import changed, engine_in_this_process, fail, model, same, torchrun, whole_groups
 from safetensors.torch import load_file
 from trainer_runs import metrics, run_config
 from transformers import AutoModelForCausalLM
@@ -42,13 +42,7 @@ def test_overlap_is_refused_in_colocated_mode(tmp_path):
 
 @pytest.fixture
 def in_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The process's engine, in this process: what differs is only where it runs, and starting it takes seconds."""
-
-    def make(config: Any, *rest: Any, **settings: Any) -> TransformersEngine:
-        settings.pop("seed")
-        return TransformersEngine(config, *rest, **settings)
-
-    monkeypatch.setattr("rlplus.trainer.run_parts.make_engine", make)
+    engine_in_this_process(monkeypatch)
 
 
 def overlapping(folder: Path, output: str, steps: int, **sections: Any) -> Config:

@@ -1,22 +1,14 @@
 """Twenty steps of the presets whose step needs nothing but the objective; test_refill.py has dapo's."""
 
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 from engine_runs import same
+from recipe_cases import draw_rewards
 from trainer_runs import metrics, run_config
 
 from rlplus.algorithm import ALGORITHMS
-from rlplus.data import Sample
 from rlplus.trainer import train
-
-
-def draw_rewards(samples: Sequence[Sample], *_: Any) -> None:
-    """Rewards that an untrained model gets now and then."""
-    for sample in samples:
-        sample.reward = float(sample.demonstration or sum(sample.response) % 7 == 0)
 
 
 @pytest.mark.slow

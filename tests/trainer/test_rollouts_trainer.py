@@ -7,7 +7,7 @@ from typing import Any
 import processes
 import pytest
 import torch
-from engine_runs import fail, same, torchrun
+from engine_runs import fail, in_the_middle_of_vllms, same, torchrun
 from trainer_runs import by_torchrun, environment, metrics, run_config
 from transformers import AutoTokenizer
 
@@ -20,7 +20,6 @@ from rlplus.learner.policy import Policy, _buckets
 from rlplus.reward import Scorer
 from rlplus.rollout import RunFailed
 from rlplus.rollout.transformers_engine import TransformersEngine
-from rlplus.rollout.vllm_engine import VLLMEngine
 from rlplus.trainer import evaluator, open_run, train
 
 
@@ -117,24 +116,11 @@ def test_a_colocated_vllm_that_breaks_is_made_again(tmp_path, monkeypatch, caplo
     """In the middle of the second step's generation, requests and all."""
     settings = {"engine": "vllm", "kv_cache_memory_mb": 16}
     whole = train(run_config(tmp_path, "whole", train={"steps": 3}, rollout=settings))
-    original, calls = VLLMEngine._run, []
 
-    def breaking(engine: Any, requests: Any) -> Any:
-        if requests[0][1].max_tokens > 2:
-            calls.append(1)
-            if len(calls) == 2:
-                step, steps = engine._llm.llm_engine.step, []
+    def breaking() -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
-                def failing(*args: Any, **options: Any) -> Any:
-                    steps.append(1)
-                    if len(steps) == 3:
-                        raise RuntimeError("CUDA error: an illegal memory access was encountered")
-                    return step(*args, **options)
-
-                engine._llm.llm_engine.step = failing
-        return original(engine, requests)
-
-    monkeypatch.setattr(VLLMEngine, "_run", breaking)
+    calls = in_the_middle_of_vllms(monkeypatch, breaking)
     broken = train(run_config(tmp_path, "broken", train={"steps": 3}, rollout=settings))
     assert len(calls) == 4
     assert "illegal memory access" in caplog.text

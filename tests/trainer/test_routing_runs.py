@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 import quick
 import torch
-from engine_runs import changed, same
+from engine_runs import changed, engine_in_this_process, leave_out, same
 from mixtures import write_mixture
-from recipe_cases import draw_rewards
+from recipe_cases import demonstrations_of_steps, draw_rewards
 from torch import Tensor
 from trainer_runs import metrics, run_config
 
@@ -17,24 +17,16 @@ from rlplus.config import Config
 from rlplus.data import MicroBatch, Sample, pack
 from rlplus.learner.packed_model import PackedModel
 from rlplus.rollout import RunFailed
-from rlplus.rollout.transformers_engine import TransformersEngine
 from rlplus.trainer import open_run, train
 from rlplus.trainer.loop import train_step
 from rlplus.verify import verify_run
 
 
 @pytest.fixture(autouse=True)
-def engines(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+def engines(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """Rewards such that every algorithm has a gradient, and an engine in this process, of the dtype in the fixture."""
     monkeypatch.setattr("rlplus.trainer.step.score", draw_rewards)
-    changes: dict[str, str] = {}
-
-    def make(config: Any, *rest: Any, **settings: Any) -> TransformersEngine:
-        settings.pop("seed")
-        return TransformersEngine(config, *rest, **settings | changes)
-
-    monkeypatch.setattr("rlplus.trainer.run_parts.make_engine", make)
-    return changes
+    return engine_in_this_process(monkeypatch)
 
 
 def config(folder: Path, output: str = "run", *, dtype: str = "float32", **sections: Any) -> Config:
@@ -158,28 +150,14 @@ def test_the_reference_routes_for_itself(tmp_path: Path, lora: Any) -> None:
 
 def test_a_replayed_rollout_has_its_experts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """From the step in which it was sampled, as its logprobs are."""
-    seen: list[Sample] = []
-
-    def score(samples: Any, *rest: Any) -> None:
-        draw_rewards(samples, *rest)
-        seen.extend(sample for sample in samples if sample.demonstration)
-
-    monkeypatch.setattr("rlplus.trainer.step.score", score)
+    seen = demonstrations_of_steps(monkeypatch)
     train(config(tmp_path, algorithm=REPLAYED, train={"steps": 6}))
     assert seen
     assert all(fault(sample.experts, len(sample.prompt), len(sample.response)) is None for sample in seen)
 
 
 def test_an_engine_without_experts_ends_the_run_before_a_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    generate = TransformersEngine.generate
-
-    def without(engine: Any, *args: Any) -> Any:
-        groups = generate(engine, *args)
-        for completion in (c for group in groups for c in group):
-            object.__setattr__(completion, "experts", None)
-        return groups
-
-    monkeypatch.setattr(TransformersEngine, "generate", without)
+    leave_out(monkeypatch, "experts")
     with pytest.raises(RunFailed, match=r"want the experts of each layer .*; the transformers engine gave none"):
         train(config(tmp_path))
     assert not metrics(tmp_path / "run")

@@ -11,14 +11,13 @@ from typing import Any
 import processes
 import pytest
 import quick
-from engine_runs import fail, same
+from engine_runs import engine_in_this_process, fail, in_the_middle_of_vllms, same
 from trainer_runs import by_torchrun, environment, metrics, on_ranks, run_config
 
 import rlplus
 from rlplus.config import Config
 from rlplus.learner.policy import Policy
 from rlplus.rollout.transformers_engine import TransformersEngine
-from rlplus.rollout.vllm_engine import VLLMEngine
 from rlplus.trainer import Interrupted, train
 from rlplus.trainer.engine import EngineFailed
 
@@ -124,12 +123,7 @@ def test_a_step_that_has_changed_the_policy_is_finished(tmp_path, monkeypatch):
 )
 def test_a_step_given_up_with_a_batch_ahead(tmp_path, monkeypatch, place, overlap):
     """The step's batch, and those that came before it began, go into the checkpoint; others are generated again."""
-
-    def make(config: Any, *rest: Any, **settings: Any) -> TransformersEngine:
-        settings.pop("seed")
-        return TransformersEngine(config, *rest, **settings)
-
-    monkeypatch.setattr("rlplus.trainer.run_parts.make_engine", make)
+    engine_in_this_process(monkeypatch)
     sections: dict[str, Any] = {
         "rollout": {"mode": "process"},
         "train": {"steps": 4, "overlap": overlap, "tokens_per_micro_batch": 32},
@@ -205,25 +199,8 @@ def test_vllm_is_interrupted_in_the_middle_of_generating(tmp_path, monkeypatch):
     rollout = {"engine": "vllm", "kv_cache_memory_mb": 16}
     whole = train(run_config(tmp_path, "whole", rollout=rollout))
     config = run_config(tmp_path, "parts", rollout=rollout)
-    original, calls = VLLMEngine._run, []
-
-    def killing(engine: Any, requests: Any) -> Any:
-        if requests[0][1].max_tokens > 2:
-            calls.append(1)
-            if len(calls) == 2:
-                step, steps = engine._llm.llm_engine.step, []
-
-                def third(*args: Any, **options: Any) -> Any:
-                    steps.append(1)
-                    if len(steps) == 3:
-                        os.kill(os.getpid(), signal.SIGTERM)
-                    return step(*args, **options)
-
-                engine._llm.llm_engine.step = third
-        return original(engine, requests)
-
     with monkeypatch.context() as patch:
-        patch.setattr(VLLMEngine, "_run", killing)
+        in_the_middle_of_vllms(patch, lambda: os.kill(os.getpid(), signal.SIGTERM))
         with pytest.raises(Interrupted):
             train(config)
     folder = Path(config.output_dir)
