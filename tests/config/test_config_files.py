@@ -1,12 +1,12 @@
 """Files and hub names of a configuration, looked for without loading anything."""
 
 import logging
-from http.server import BaseHTTPRequestHandler, HTTPServer
+from http.server import HTTPServer
 from pathlib import Path
-from threading import Thread
 
 import huggingface_hub.constants
 import pytest
+from local_http import Handler, running
 
 from rlplus.config.path_checks import hub_problem
 
@@ -36,14 +36,10 @@ def test_the_cache_takes_the_place_of_a_hub_out_of_reach(cache: Path, caplog: py
 
 
 def test_any_answer_of_the_hub_means_that_it_can_be_reached(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Refusing(BaseHTTPRequestHandler):
+    class Refusing(Handler):
         def do_HEAD(self) -> None:
             self.send_error(403)
 
-        def log_message(self, *_: object) -> None:
-            pass
-
-    with HTTPServer(("127.0.0.1", 0), Refusing) as server:
-        Thread(target=server.handle_request, daemon=True).start()
-        monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{server.server_port}")
+    with running(HTTPServer(("127.0.0.1", 0), Refusing)) as address:
+        monkeypatch.setenv("HF_ENDPOINT", address)
         assert hub_problem("owner/other") is None

@@ -4,15 +4,15 @@ import base64
 import json
 import pickle
 import zlib
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import ThreadingHTTPServer
 from pathlib import Path
-from threading import Thread
 from typing import Any, get_args
 
 import huggingface_hub.constants
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from local_http import Handler, running
 
 from rlplus.config import BENCHMARKS, DataConfig, EvaluationConfig, ValidationConfig, benchmark_name
 from rlplus.data import byte_tokenizer, found_columns, load_examples, load_problems
@@ -294,7 +294,7 @@ def test_a_split_is_downloaded_from_the_hub_once(cache: Path, monkeypatch: pytes
     commit, asked = "0123456789abcdef0123456789abcdef01234567", list[str]()
     rows = {name: json.dumps({"prompt": name, "answer": "1"}) + "\n" for name in ("data/x.jsonl", "data/y.jsonl")}
 
-    class Hub(BaseHTTPRequestHandler):
+    class Hub(Handler):
         def do_GET(self) -> None:
             path = self.path.partition("?")[0]
             file = path.removeprefix(f"/datasets/some/set/resolve/{commit}/")
@@ -304,24 +304,20 @@ def test_a_split_is_downloaded_from_the_hub_once(cache: Path, monkeypatch: pytes
                     {"type": "file", "path": name, "size": len(row), "oid": name} for name, row in rows.items()
                 ],
             }
-            body = (rows[file] if file in rows else json.dumps(answers.get(path, {}))).encode()
-            self.send_response(200 if file in rows or path in answers else 404)
-            for name, value in (("Content-Length", len(body)), ("ETag", '"e"'), ("X-Repo-Commit", commit)):
-                self.send_header(name, str(value))
-            self.end_headers()
             if self.command == "GET":
                 asked.append(file)
-                self.wfile.write(body)
+            known = file in rows or path in answers
+            self.answer(
+                rows[file].encode() if file in rows else answers.get(path, {}),
+                200 if known else 404,
+                {"ETag": '"e"', "X-Repo-Commit": commit},
+            )
 
         do_HEAD = do_GET
 
-        def log_message(self, *_: object) -> None:
-            pass
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Hub) as server:
-        Thread(target=server.serve_forever, daemon=True).start()
+    with running(ThreadingHTTPServer(("127.0.0.1", 0), Hub)) as endpoint:
         monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
-        monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", endpoint := f"http://127.0.0.1:{server.server_port}")
+        monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", endpoint)
         template = f"{endpoint}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
         monkeypatch.setattr(huggingface_hub.constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
         monkeypatch.setenv("HF_HUB_OFFLINE", "0")
@@ -330,7 +326,6 @@ def test_a_split_is_downloaded_from_the_hub_once(cache: Path, monkeypatch: pytes
             assert prompts("hf://some/set/data/x.jsonl") == ["data/x.jsonl"]
         with pytest.raises(ValueError, match=r"want hf://no/set/test; no/set could not be loaded from the hub: .*404"):
             prompts("hf://no/set/test")
-        server.shutdown()
     assert asked.count("data/x.jsonl") == 1
     assert "data/y.jsonl" not in asked
 

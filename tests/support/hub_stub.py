@@ -4,9 +4,10 @@ import base64
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from threading import Thread
+from http.server import ThreadingHTTPServer
 from typing import Any
+
+from local_http import Handler, running
 
 
 class Hub(ThreadingHTTPServer):
@@ -25,40 +26,26 @@ class Hub(ThreadingHTTPServer):
         return f"http://127.0.0.1:{self.server_address[1]}"
 
 
-class _Handler(BaseHTTPRequestHandler):
+class _Handler(Handler):
     server: Hub
 
-    def log_message(self, *_: Any) -> None:
-        pass
-
-    def _body(self) -> bytes:
-        return self.rfile.read(int(self.headers.get("Content-Length", 0)))
-
-    def _answer(self, value: Any, status: int = 200) -> None:
-        text = json.dumps(value).encode()
-        self.send_response(status)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(text)))
-        self.end_headers()
-        self.wfile.write(text)
-
     def do_POST(self) -> None:
-        hub, body = self.server, self._body()
+        hub, body = self.server, self.body()
         hub.asked.append(f"POST {self.path}")
         hub.tokens.add(self.headers.get("Authorization", ""))
         if hub.status != 200:
-            self._answer({"error": "refused"}, hub.status)
+            self.answer({"error": "refused"}, hub.status)
         elif self.path == "/api/repos/create":
             hub.created.append(json.loads(body))
             made = json.loads(body)
-            self._answer({"url": f"{hub.url}/{made.get('organization')}/{made['name']}", "name": made["name"]})
+            self.answer({"url": f"{hub.url}/{made.get('organization')}/{made['name']}", "name": made["name"]})
         elif "/preupload/" in self.path:
             mode = {"uploadMode": "regular", "shouldIgnore": False}  # the store of large files is the library's affair
-            self._answer({"files": [{"path": one["path"]} | mode for one in json.loads(body)["files"]]})
+            self.answer({"files": [{"path": one["path"]} | mode for one in json.loads(body)["files"]]})
         elif "/commit/" in self.path:
             self._commit(body)
         else:
-            self._answer({})  # the check of a card's metadata
+            self.answer({})  # the check of a card's metadata
 
     def _commit(self, body: bytes) -> None:
         hub = self.server
@@ -67,16 +54,10 @@ class _Handler(BaseHTTPRequestHandler):
             value = entry["value"]
             if entry["key"] == "file":
                 hub.files[value["path"]] = base64.b64decode(value["content"])
-        self._answer({"success": True, "commitOid": "0" * 40, "commitUrl": f"{hub.url}/o/n/commit/{'0' * 40}"})
+        self.answer({"success": True, "commitOid": "0" * 40, "commitUrl": f"{hub.url}/o/n/commit/{'0' * 40}"})
 
 
 @contextmanager
 def running_hub(status: int = 200) -> Iterator[Hub]:
-    with Hub(status) as hub:
-        thread = Thread(target=hub.serve_forever)
-        thread.start()
-        try:
-            yield hub
-        finally:
-            hub.shutdown()
-            thread.join()
+    with running(hub := Hub(status)):
+        yield hub

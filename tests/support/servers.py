@@ -9,11 +9,12 @@ import threading
 import urllib.error
 import urllib.request
 from contextlib import ExitStack, suppress
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
+from local_http import Handler
 from processes import PATIENCE_S, free_port, started, wait_until
 from rollout_models import EOS, MAX_MODEL_LEN, PAD, PROMPTS, requests
 
@@ -88,14 +89,13 @@ class FakeServer:
         self.keys: dict[str, str | None] = {}
         server = self
 
-        class Handler(BaseHTTPRequestHandler):
+        class Asked(Handler):
             def do_GET(self) -> None:
                 if not (server.silent and self.path == "/metrics" and self.hung_up()):
                     self.reply(server.answer(self.path, None))
 
             def do_POST(self) -> None:
-                length = int(self.headers.get("Content-Length", 0))
-                body = json.loads(self.rfile.read(length) or "null")
+                body = json.loads(self.body() or "null")
                 if self.path == "/inference/v1/generate" and server.hold:
                     server.all_held.wait(PATIENCE_S)
                     if len(body["token_ids"]) in server.hold:
@@ -114,16 +114,9 @@ class FakeServer:
                 refused = guarded and key != f"Bearer {server.key}"
                 if refused:
                     answer = {"error": "Unauthorized"}
-                text = answer if isinstance(answer, bytes) else json.dumps(answer).encode()
-                self.send_response(401 if refused else 200 if answer is not None else 500)
-                self.send_header("Content-Length", str(len(text)))
-                self.end_headers()
-                self.wfile.write(text)
+                self.answer(answer, 401 if refused else 200 if answer is not None else 500)
 
-            def log_message(self, *_: Any) -> None:
-                pass
-
-        self.http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.http = ThreadingHTTPServer(("127.0.0.1", 0), Asked)
         self.url = f"http://127.0.0.1:{self.http.server_port}"
         threading.Thread(target=self.http.serve_forever, daemon=True).start()
 

@@ -5,11 +5,12 @@ import os
 import sys
 import threading
 from collections.abc import Sequence
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 from zlib import crc32
 
+from local_http import Handler
 from processes import free_port
 from rollout_models import EOS, MAX_MODEL_LEN, VOCABULARY
 from safetensors.torch import load_file
@@ -49,26 +50,15 @@ class FakeSGLang:
         self.keys: set[str | None] = set()
         server = self
 
-        class Handler(BaseHTTPRequestHandler):
+        class Asked(Handler):
             def do_GET(self) -> None:
-                self.reply(*server.answer(self.path, None))
-
-            def do_POST(self) -> None:
-                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-                self.reply(*server.answer(self.path, body))
-
-            def reply(self, status: int, answer: Any) -> None:
                 server.keys.add(self.headers.get("Authorization"))
-                text = answer.encode() if isinstance(answer, str) else json.dumps(answer).encode()
-                self.send_response(status)
-                self.send_header("Content-Length", str(len(text)))
-                self.end_headers()
-                self.wfile.write(text)
+                status, answer = server.answer(self.path, json.loads(self.body() or "null"))
+                self.answer(answer.encode() if isinstance(answer, str) else answer, status)
 
-            def log_message(self, *_: Any) -> None:
-                pass
+            do_POST = do_GET
 
-        self.http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.http = ThreadingHTTPServer(("127.0.0.1", 0), Asked)
         self.url = f"http://127.0.0.1:{self.http.server_port}"
         threading.Thread(target=self.http.serve_forever, daemon=True).start()
 

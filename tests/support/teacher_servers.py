@@ -1,14 +1,14 @@
 """A server of a teacher that answers as vLLM's does, in float64."""
 
 import json
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import torch
+from local_http import Handler, running
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 
@@ -53,32 +53,13 @@ class Listening(ThreadingHTTPServer):
 
 @contextmanager
 def serving(teacher: TeacherServer) -> Iterator[TeacherServer]:
-    class Handler(BaseHTTPRequestHandler):
+    class Asked(Handler):
         def do_GET(self) -> None:
-            self._answer({})
-
-        def do_POST(self) -> None:
-            self._answer(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
-
-        def _answer(self, body: dict[str, Any]) -> None:
-            answer = teacher.answer(self.path, body)
+            answer = teacher.answer(self.path, json.loads(self.body() or "{}"))
             status, answer = answer if isinstance(answer, tuple) else (200, answer)
-            text = json.dumps(answer).encode()
-            self.send_response(status)
-            self.send_header("Content-Length", str(len(text)))
-            self.end_headers()
-            self.wfile.write(text)
+            self.answer(answer, status)
 
-        def log_message(self, format: str, *args: object) -> None:
-            pass
+        do_POST = do_GET
 
-    server = Listening(("127.0.0.1", 0), Handler)
-    teacher.url = f"http://127.0.0.1:{server.server_port}"
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    try:
+    with running(Listening(("127.0.0.1", 0), Asked)) as teacher.url:
         yield teacher
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()

@@ -2,12 +2,12 @@
 
 import json
 import shutil
-import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from local_http import running
 from report_pages import RLPLUS, keep, kept, step_line
 
 from rlplus.watch import FollowedRun, View, WatchServer
@@ -64,11 +64,5 @@ class Clocks:
 @contextmanager
 def served(*runs: FollowedRun) -> Iterator[WatchServer]:
     """A server on a free port."""
-    with WatchServer(View(runs), 0) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        try:
-            yield server
-        finally:
-            server.shutdown()
-            thread.join()
+    with running(server := WatchServer(View(runs), 0)):
+        yield server
