@@ -182,9 +182,9 @@ def test_wrong_exponentials_are_not_timed(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(tuning, "_in_use", {})
     original = exponentials.close_rows
 
-    def wrong(factor: torch.Tensor, *rest: Any, **options: Any) -> None:
-        original(factor, *rest, **options)
-        factor[0] *= 1.1 if tuning._in_use[work.kind] != DEFAULT else 1.0
+    def wrong(factor: torch.Tensor, own: torch.Tensor, *rest: Any, **options: Any) -> None:
+        original(factor, own, *rest, **options)
+        own[0] *= 1.1 if tuning._in_use[work.kind] != DEFAULT else 1.0
 
     monkeypatch.setattr(exponentials, "close_rows", wrong)
     work = tune.Work(Case("tune", N=4, H=8, V=70, dtype="bfloat16", methods=()), DEVICE, 1)

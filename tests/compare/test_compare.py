@@ -335,6 +335,7 @@ def test_a_search_trains_a_share_and_looks_at_no_test(path: Path, tmp_path: Path
     assert config.evaluation.data.path == str(tmp_path / "prepared" / "one" / "seed-1000" / VALIDATION)
 
 
+@pytest.mark.slow
 def test_other_seeds_repeat_a_comparison(tmp_path: Path, output: Path, launcher: str) -> None:
     path = written(tmp_path, FILE | {"search": None})
     run_comparison(path, output, presets=["GRPO", "SFT"], seeds=1, first_seed=7, launcher=launcher)

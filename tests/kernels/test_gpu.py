@@ -1,6 +1,6 @@
 """Properties of the triton backend that only a GPU shows: half precision, streams, graphs, memory, large offsets.
 
-On a GPU test_kernels.py, test_gemm_kernel.py, test_exponentials.py and test_token_kernel.py run there as well;
+On a GPU test_kernels.py, test_gemm_kernel.py, test_own_tokens.py, test_exponentials.py and others run there as well;
 `bench/gpu.sh` runs all of them.
 """
 
@@ -11,19 +11,7 @@ from typing import Any
 import pytest
 import torch
 from closed_form import FEATURES, all_objectives
-from head_cases import (
-    EVERYTHING,
-    GEMMS,
-    Head,
-    check_precision,
-    closed,
-    on_device,
-    on_policy,
-    run,
-    sample,
-    tensors,
-    to,
-)
+from head_cases import EVERYTHING, GEMMS, Head, check_precision, closed, on_device, on_policy, run, sample, tensors, to
 from torch import Tensor
 
 from rlplus import Objective, linear_logprob, linear_policy_loss
@@ -151,9 +139,11 @@ def test_one_chunk_needs_no_accumulator(monkeypatch: pytest.MonkeyPatch) -> None
         add(total, *rest)
         sizes.append(total.float().abs())
 
-    monkeypatch.setattr(
-        backend, "add_dweight", lambda total, *a, **o: (allocated.append(total.dtype), original(total, *a, **o))
-    )
+    def noted(total: Tensor, *rest: Any, **options: Any) -> None:
+        allocated.append(total.dtype)
+        original(total, *rest, **options)
+
+    monkeypatch.setattr(backend, "add_dweight", noted)
     monkeypatch.setattr(backend.own_tokens, "add_to_weight", recorded)
     whole = fused(inputs)
     assert not allocated

@@ -292,6 +292,7 @@ def test_a_prefix_that_is_not_trained_is_as_a_prompt(run: Run, tmp_path: Path) -
         assert not one.external[tokens].any()
 
 
+@pytest.mark.slow
 def test_a_run_of_prefix_rft_resumes_bit_for_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     algorithm = {"preset": "prefix-rft", "recipe": {"steps": 12}}
     rows = resumed(tmp_path, monkeypatch, algorithm, PrefixRecipe)

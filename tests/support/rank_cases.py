@@ -113,7 +113,6 @@ QUICK = (
     "lora, ZeRO-3",
     "untied, shard_head, one rank has nothing",
     "known, sequences",
-    "known, one rank has almost all",
 )
 
 

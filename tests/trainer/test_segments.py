@@ -243,7 +243,8 @@ def test_a_run_killed_in_every_step_ends_bit_for_bit_as_one_that_was_not(tmp_pat
     assert metrics(whole)[-1]["batch/waiting"] > 0
 
 
-@pytest.mark.parametrize("sections", quick.first(1, [{}, OVERLAP]))
+@pytest.mark.slow
+@pytest.mark.parametrize("sections", [{}, OVERLAP])
 def test_evaluations_between_the_segments_of_a_response_change_nothing(tmp_path, monkeypatch, sections):
     """Validation after each step, evaluation after each second one: bits and metrics as without, resumed ones too."""
     held_out = tmp_path / "held_out.jsonl"
