@@ -138,6 +138,7 @@ def test_runs_searches_resumes_and_reports(tmp_path: Path, path: Path, output: P
     assert len(calls(tmp_path)) == 46 + 2 * (3 + 2 + 3 + 2 + 2), "GRPO, SFT+GRPO and GRPO long, but not SFT"
 
 
+@pytest.mark.slow
 def test_a_search_goes_beyond_its_rates_until_the_best_is_inside(tmp_path: Path, output: Path, launcher: str) -> None:
     data = json.loads(json.dumps(FILE))
     data["search"] |= {"rates": [6e-3, 3e-3], "further": 5, "seeds": 2}

@@ -103,6 +103,7 @@ def test_nothing_milder_fits(gpus: int, gpu: str, tmp_path: Path) -> None:
         assert not any(fits(without, gpus, gpu, zero_stage=stage, **least) for stage in (1, 2, 3))
 
 
+@pytest.mark.slow
 def test_seven_billion_weights_fit_24_gb_by_the_trainers_own_engine(tmp_path: Path) -> None:
     """QLoRA whose engine has no copy; a cache of twice the size does not fit, and a copy does not either."""
     begun = start(SEVEN, questions(tmp_path), make_cluster(1, "24g"))

@@ -14,7 +14,7 @@ from rlplus.rollout.shared_engine import SharedEngine
 from rlplus.trainer.ranks import initialize_distributed
 
 
-@pytest.mark.parametrize(("prompt", "response"), [(40, 8), (8, 100)])
+@pytest.mark.parametrize(("prompt", "response"), [(40, 8), pytest.param(8, 100, marks=pytest.mark.slow)])
 def test_generating_takes_what_is_planned(tmp_path, prompt, response):
     """A cache that is full of sequences of full length: where reading prompts takes most, and where the last token."""
     initialize_distributed()
