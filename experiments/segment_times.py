@@ -73,8 +73,13 @@ def make_engine(config: Config, gpu: str, gpus: int, mean: int, slots: int = 0) 
     """With 0 slots as many as the plan's cache has for sequences of the mean length."""
     cluster, (model, _) = make_cluster(gpus, gpu), read_model(config)
     cache = make_plan(config, cluster).memory.cache
-    slots = slots or min(MAX_SEQUENCES, cache // sequence_bytes(config, model, config.data.max_prompt_length + mean))
-    speed = (cluster.gpu.bandwidth or 0) * MEMORY_EFFICIENCY, (cluster.gpu.flops or 0) * GEMM_EFFICIENCY
+    tokens = config.data.max_prompt_length + mean
+    slots = slots or min(MAX_SEQUENCES, cache // sequence_bytes(config, model, tokens))
+    if slots < 1:
+        raise ValueError(f"want room for a sequence of {tokens} tokens; got {slots} slots")
+    if cluster.gpu.bandwidth is None or cluster.gpu.flops is None:
+        raise ValueError(f"want a GPU whose speed is known; got {gpu}")
+    speed = cluster.gpu.bandwidth * MEMORY_EFFICIENCY, cluster.gpu.flops * GEMM_EFFICIENCY
     return Engine(model.parameters * model.itemsize, model.cache_bytes, 2 * model.parameters, slots, *speed)
 
 
@@ -93,6 +98,9 @@ def mean_age(lengths: Lengths, segment: int, waiting: int) -> float:
 
 def measure(config: Config, gpu: str, gpus: int, lengths: tuple[float, float, float], slots: int = 0) -> list[float]:
     """Mean length, slots, seconds of generation, of a step, mean age. lengths: median, sigma, shared."""
+    if (config.rollout.mode, config.rollout.tensor_parallel_size, config.train.overlap) != ("colocated", 1, 0):
+        got = f"{config.rollout.mode}, {config.rollout.tensor_parallel_size} and {config.train.overlap}"
+        raise ValueError(f"want rollout.mode colocated, tensor_parallel_size 1 and train.overlap 0; got {got}")
     longest, segment, waiting = config.rollout.max_response_length, config.rollout.segment, config.rollout.waiting
     members = config.rollout.group_size - config.algorithm.resolve().demonstrates_in_place
     shape = config.train.prompts_per_step // gpus, members
@@ -101,9 +109,9 @@ def measure(config: Config, gpu: str, gpus: int, lengths: tuple[float, float, fl
     engine = make_engine(config, gpu, gpus, mean, slots)
     parts = [engine.step(b, config.data.max_prompt_length, segment or longest) for b in np.split(drawn, STEPS * gpus)]
     generation = float(np.reshape(parts, (STEPS, gpus)).max(1).mean())
-    rollout = config.rollout.model_copy(update={"max_response_length": mean, "segment": None})
+    rollout = config.rollout.model_copy(update={"max_response_length": mean})
     seconds = make_plan(config.model_copy(update={"rollout": rollout}), make_cluster(gpus, gpu)).seconds
-    rest = seconds["total"] - seconds["generate"] - (seconds["old_logprob"] if segment else 0)
+    rest = seconds["total"] - seconds["generate"]
     return [mean, engine.slots, generation, generation + rest, mean_age(drawn, segment or longest, waiting)]
 
 

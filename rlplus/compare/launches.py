@@ -364,17 +364,17 @@ def _make(wanted: Preparation) -> Preparation:
 
 
 def _tail(log: Path, what: str) -> str:
-    """The last lines of a failed command's log, and that its own last ones are lost, as where its disk is full.
+    """The end of a failed command's log, and a note if the log could not be written, as on a full disk.
 
-    what: the end of the command, for the log.
+    what: how the command ended, for the log.
     """
     lines = log.read_text(encoding="utf-8", errors="replace").splitlines()[-TAIL:]
     try:
-        with log.open("ab", buffering=0) as file:
+        with log.open("ab") as file:
             file.write(f"{what}\n".encode())
     except OSError as error:
         lines.append(f"could not write {log}: {error.strerror}; what it said last may be lost")
-    return "\n".join(lines)
+    return "\n".join(lines) or "the log is empty"
 
 
 def _settings(values: Overrides) -> list[str]:

@@ -40,7 +40,10 @@ class Preparation:
         return note.is_file() and read_text(note) == self._note()
 
     def make(self) -> None:
-        """Call the function on an empty folder. RunFailed if it leaves a file out; an OSError of it gets the folder."""
+        """Call the function on an empty folder. RunFailed if it leaves a file out.
+
+        Its OSError is raised again with setting, function and folder.
+        """
         function = find_function(self.prepare)
         shutil.rmtree(self.folder, ignore_errors=True)
         make_folder(self.folder)
@@ -48,7 +51,9 @@ class Preparation:
         try:
             function(self.folder, self.seed, **options)
         except OSError as error:  # Python's own for a full disk names no file
-            raise OSError(f"{self.title}: {self.prepare} failed in {self.folder}: {error}") from error
+            placed = OSError(f"{self.title}: {self.prepare} failed in {self.folder}: {error}")
+            placed.errno = error.errno
+            raise placed from error
         if missing := [name for name in (MODEL, TRAIN, VALIDATION, TEST) if not (self.folder / name).exists()]:
             raise RunFailed(f"{self.title}: {self.prepare} has not written {', '.join(missing)} into {self.folder}")
         flush_all(self.folder)

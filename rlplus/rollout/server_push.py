@@ -112,7 +112,10 @@ class MemoryPush:
             memory.write(json.dumps(said).encode())
             parcel = memory.seal()
             self._control.init_weight_transfer_engine({"run": self._run, "pid": parcel.pid, "fd": parcel.fd})
-            if any(each["open"] for each in answers.check("init_weight_transfer_engine")):
+            opened = [each.get("open") for each in answers.check("init_weight_transfer_engine")]
+            if not all(isinstance(one, bool) for one in opened):
+                raise OSError(f"init_weight_transfer_engine: want true or false as open of each worker; got {opened}")
+            if any(opened):
                 self._control.abandon()  # a push of before, which failed or whose trainer was killed
                 answers.take("finish_weight_update")  # that parameters are missing
         except BaseException:

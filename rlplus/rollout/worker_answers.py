@@ -58,7 +58,7 @@ class Answers:
 
 def _read(line: bytes) -> dict[str, Any]:
     """An answer. OSError for anything else: another program of this user may write to the pipe."""
-    with suppress(ValueError):
+    with suppress(ValueError, RecursionError):
         answer = json.loads(line)
         if isinstance(answer, dict) and all(isinstance(answer.get(name), str) for name in ("call", "failure")):
             return answer

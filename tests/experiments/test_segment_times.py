@@ -84,6 +84,7 @@ def test_the_command_prints_a_row_per_segment(monkeypatch: pytest.MonkeyPatch, c
     title, *rows = capsys.readouterr().out.splitlines()
     assert title.startswith("segment  mean  slots  generation s  step s  age")
     assert [row.split()[0] for row in rows] == ["whole", "4096"]
+    rest = []
     for row, chosen in zip(rows, ((), ("rollout.segment=4096",)), strict=True):
         _, mean, _, generation, step, age, *longest = map(float, row.replace("whole", "0").split())
         plan = make_plan(paper("train.prompts_per_step=64", *chosen), make_cluster(8, "a100-80g")).seconds
@@ -92,3 +93,20 @@ def test_the_command_prints_a_row_per_segment(monkeypatch: pytest.MonkeyPatch, c
         assert generation < longest[0]
         assert generation < step < longest[1]
         assert (age > 0) == bool(chosen)
+        rest.append(step - generation)
+    assert rest[1] > 1.02 * rest[0], "demonstrations have no engine's logprobs: a pass over all of them"
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("train.overlap=1", "want rollout.mode colocated, .* train.overlap 0; got process, 1 and 1"),
+        ("rollout.tensor_parallel_size=2", "tensor_parallel_size 1 .*; got colocated, 2 and 0"),
+    ],
+)
+def test_what_is_not_simulated_is_refused(override: str, message: str) -> None:
+    chosen = (override, "rollout.mode=process", "rollout.sleep=false") if "overlap" in override else (override,)
+    with pytest.raises(ValueError, match=message):
+        segment_times.measure(paper(*chosen), "a100-80g", 8, (3000.0, 0.8, 0.0))
+    with pytest.raises(ValueError, match=r"want room for a sequence of .* tokens; got -1 slots"):
+        segment_times.measure(paper(), "a100-80g", 8, (3000.0, 0.8, 0.0), -1)

@@ -123,7 +123,7 @@ def test_a_triton_too_old_for_the_kernels_is_refused_by_name(version: str, monke
         choose("triton", CUDA, BF16)
 
 
-@pytest.mark.parametrize("version", ["3.6.0", "3.10.0+git1234", "4.0.0"])
+@pytest.mark.parametrize("version", ["3.6.0", "3.6rc1", "3.6+git1234", "3.10.0+git1234", "4.0.0"])
 def test_a_triton_of_the_bound_or_later_is_taken(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(verdicts, "versions", lambda: {"triton": version})
     assert choose("triton", CUDA, BF16).backend == "triton"

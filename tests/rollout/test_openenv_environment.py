@@ -139,13 +139,13 @@ FAULTS: dict[str, tuple[Answer, str]] = {
     "closes": (lambda memory, message: None, "the server at ws://127.0.0.1:.*/ws failed: ConnectionClosed"),
 }  # fmt: skip
 
-HAS_DATA = "want a message whose data is an object from the server; got "
+HAS_DATA = "want a message from the server whose data is an object; got "
 A_TEXT = r"want text in the field 'text' \(rollout.environment.observation\) of an observation; got "
 A_REWARD = "want a finite number or null as the reward of a reset; got "
 MALFORMED: dict[str, str] = {
     "<html>": "want JSON from the server; got '<html>'$",
     "": "want JSON from the server; got ''$",
-    "x" * 9_999: "want JSON from the server; got 'x{499}$",
+    "x" * 9_999: r"want JSON from the server; got 'x{499}\.\.\.$",
     "[1]": HAS_DATA + r"\[1\]$",
     "null": HAS_DATA + "None$",
     '{"type": "observation"}': HAS_DATA + r"\{'type': 'observation'\}$",
@@ -155,6 +155,8 @@ MALFORMED: dict[str, str] = {
     '{"data": {"observation": ["go 0"]}}': A_TEXT + r"\['go 0'\]$",
     '{"data": {"observation": {"text": 3}}}': A_TEXT + r"\{'text': 3\}$",
     '{"data": {"observation": {"text": "go 0"}, "reward": "high"}}': A_REWARD + "'high'$",
+    '{"data": {"observation": {"text": "go 0"}, "reward": true}}': A_REWARD + "True$",
+    "[" * 9_999: r"want JSON from the server; got '\[{499}\.\.\.$",
     '{"data": {"observation": {"text": "go 0"}, "reward": [1.0]}}': A_REWARD + r"\[1.0\]$",
     '{"data": {"observation": {"text": "go 0"}, "reward": NaN}}': A_REWARD + "nan$",
     '{"data": {"observation": {"text": "go 0"}, "reward": 1e999}}': A_REWARD + "inf$",

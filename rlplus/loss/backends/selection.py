@@ -6,6 +6,7 @@ self-check passed (`verdicts`), and where the first call of each size agrees wit
 
 import logging
 import os
+import re
 from functools import cache
 from importlib.util import find_spec
 from threading import Lock
@@ -102,7 +103,8 @@ def _check_triton(device: str, dtype: torch.dtype) -> None:
 def _too_old() -> str:
     """The refusal of the installed Triton; empty if it is new enough."""
     version = verdicts.versions()["triton"]
-    if version == verdicts.MISSING or tuple(map(int, version.split(".")[:2])) >= TRITON:
+    known = re.match(r"(\d+)\.(\d+)", version)
+    if known is None or tuple(map(int, known.groups())) >= TRITON:  # none is installed, or it has no number
         return ""
     return f"backend 'triton' wants Triton {_dotted(TRITON)} or later; got {version}"
 

@@ -136,7 +136,8 @@ class OpenEnvEnvironment:
                 f"{_short(observation)}"
             )
         reward, done = (answer["data"].get(name) for name in ("reward", "done"))
-        if not (reward is None or (isinstance(reward, (int, float)) and abs(reward) <= sys.float_info.max)):
+        number = isinstance(reward, (int, float)) and not isinstance(reward, bool)
+        if not (reward is None or (number and abs(reward) <= sys.float_info.max)):
             raise RunFailed(f"want a finite number or null as the reward of a {kind}; got {_short(reward)}")
         if not (done is None or isinstance(done, bool)):
             raise RunFailed(f"want true or false as done of a {kind}; got {_short(done)}")
@@ -147,12 +148,13 @@ def _message(text: str | bytes) -> dict[str, Any]:
     """A server's message, with data. RunFailed for anything else."""
     try:
         answer = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise RunFailed(f"want JSON from the server; got {_short(text)}") from error
     if not (isinstance(answer, dict) and isinstance(answer.get("data"), dict)):
-        raise RunFailed(f"want a message whose data is an object from the server; got {_short(answer)}")
+        raise RunFailed(f"want a message from the server whose data is an object; got {_short(answer)}")
     return answer
 
 
 def _short(value: Any) -> str:
-    return repr(value)[:LONGEST]
+    text = repr(value)
+    return text if len(text) <= LONGEST else f"{text[:LONGEST]}..."
