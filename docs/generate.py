@@ -194,6 +194,11 @@ def comparisons() -> str:
     return "\n\n".join(parts)
 
 
+def word_problems() -> str:
+    results = Results.load(ROOT / "experiments/compare/results/words.json")
+    return setting_table(results, results.comparison.studies, "words")
+
+
 def setting_table(results: Results, studies: dict[str, Study], setting: str) -> str:
     """% solved by each method that has finished on all seeds, in the order of the studies, and its difference."""
     rows: dict[str, tuple[str, ...]] = {}
@@ -283,6 +288,7 @@ PARTS: dict[str, dict[str, Callable[[], str]]] = {
         "one-rate": partial(settings_beside, "one-rate.json"),
         "one-rate-more": partial(settings_beside, "one-rate-more.json"),
         "comparisons": comparisons,
+        "words": word_problems,
     },
     "docs/theory.md": {name: partial(theory.table, rows) for name, rows in theory.TABLES.items()},
 }
