@@ -2,7 +2,7 @@
 
 import os
 import platform
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
@@ -18,6 +18,7 @@ from rlplus.compare.past_runs import results_of
 from rlplus.report import load_run
 from rlplus.trainer import processor_name
 
+Lengths = Mapping[str, Mapping[str, dict[str, tuple[int, int]]]]
 MARK = ".rlplus-compare"  # only a folder with this file is written to again
 
 
@@ -54,7 +55,7 @@ def run_comparison(
     if only_report:
         if not runner.finished():
             raise ValueError(f"want finished runs to report on; there are none in {folder}: leave out --report")
-        results = _write(_collect(comparison, runner, _provenance()), folder, path.stem)
+        results = write(collect(comparison, runner, provenance()), folder, path.stem)
     else:
         runner.check()
         refusal = f"another rlplus compare makes runs in {folder}: wait for its end, or choose another --output"
@@ -63,9 +64,9 @@ def run_comparison(
                 runner.make()
             except BaseException:
                 with suppress(Exception):  # the first error is the one to show
-                    _write(_collect(comparison, runner, _provenance()), folder, path.stem)
+                    write(collect(comparison, runner, provenance()), folder, path.stem)
                 raise
-            results = _write(_collect(comparison, runner, _provenance()), folder, path.stem)
+            results = write(collect(comparison, runner, provenance()), folder, path.stem)
     return _show(results, folder)
 
 
@@ -74,24 +75,28 @@ def compare_past_runs(arguments: Sequence[str], output: Path, reference: str | N
 
     arguments: folders of runs, or NAME=FOLDER. output/ receives results.json and index.html.
     """
-    results = results_of(arguments, reference, _provenance())
+    results = results_of(arguments, reference, provenance())
     folder = claimed(output.expanduser(), MARK, "comparison")
-    page = _show(_write(results, folder, folder.resolve().name), folder)
+    page = _show(write(results, folder, folder.resolve().name), folder)
     Terminal(stderr=True).print(f"The methods differ in: {results.provenance['methods differ in']}")
     return page
 
 
-def _collect(comparison: Comparison, runner: Runner, provenance: dict[str, str]) -> Results:
-    """The results of the finished runs."""
+def collect(comparison: Comparison, runner: Runner, origin: Mapping[str, str], known: Lengths | None = None) -> Results:
+    """The results of the finished runs. origin: their provenance. known: `search_runs` that have no folders here."""
     outcomes = []
     for run, evaluations in runner.finished().items():
         rate = 0.0 if run.method == BASE else runner.config_of(run).train.lr
         outcomes.append(outcome_of(runner.path(run), run.setting, run.seed, run.method, rate, evaluations))
     search_runs = {
-        setting: {name: {rate: _length(runner, setting, name, rate) for rate in rates} for name, rates in each.items()}
+        setting: {
+            name: ((known or {}).get(setting, {}).get(name))
+            or {rate: _length(runner, setting, name, rate) for rate in rates}
+            for name, rates in each.items()
+        }
         for setting, each in runner.searched.items()
     }
-    return Results(comparison, provenance, runner.searched, search_runs, outcomes)
+    return Results(comparison, dict(origin), runner.searched, search_runs, outcomes)
 
 
 def _length(runner: Runner, setting: str, method: str, rate: str) -> tuple[int, int]:
@@ -102,7 +107,7 @@ def _length(runner: Runner, setting: str, method: str, rate: str) -> tuple[int, 
     return last["step"], last["generated_tokens"]
 
 
-def _write(results: Results, folder: Path, title: str) -> Results:
+def write(results: Results, folder: Path, title: str) -> Results:
     """Write results.json and index.html."""
     results.save(folder / "results.json")
     write_text(folder / "index.html", page_of(results, title))
@@ -117,7 +122,8 @@ def _show(results: Results, folder: Path) -> Path:
     return page
 
 
-def _provenance() -> dict[str, str]:
+def provenance() -> dict[str, str]:
+    """Date and hardware."""
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "python": platform.python_version(),

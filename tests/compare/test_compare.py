@@ -3,7 +3,6 @@
 import fcntl
 import json
 import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from threading import Thread
@@ -11,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from comparisons import EXPERIMENTS, FILE, QUICK, written
+from comparisons import EXPERIMENTS, FILE, QUICK, calls, launcher_in, prepared, written
 from rich.text import Text
 
 from rlplus.algorithm import ALGORITHMS
@@ -28,41 +27,6 @@ from rlplus.errors import RunFailed
 from rlplus.evaluation import Evaluation
 from rlplus.evaluation.estimates import bootstrap
 
-# A stand-in for `python -m rlplus`: writes what a run writes. A model's quality is in a file, and rises by the learning
-# rate, up to 3e-3; every call adds a line to calls.txt.
-COMMAND = """
-import json, sys
-from pathlib import Path
-
-_, _, command, *arguments = sys.argv
-with open(Path(__file__).parent / "calls.txt", "a") as calls:
-    calls.write(command + "\\n")
-values = dict(argument.split("=", 1) for argument in arguments if "=" in argument and argument[0] != "-")
-values = {key: json.loads(value) for key, value in values.items()}
-rate, first = values.get("train.lr"), 0
-if rate == 0.666:
-    sys.exit("no such luck")
-if command == "train":
-    folder, start = Path(values["output_dir"]), Path(values.get("model.path", "")) / "quality"
-    (folder / "model").mkdir(parents=True, exist_ok=True)
-    before = int(start.read_text()) if start.exists() else 0
-    (folder / "model/quality").write_text(str(before + (8 if rate == 3e-3 else 4)))
-    (folder / "config.yaml").write_text("{}")
-    (folder / "metrics.jsonl").write_text('{"step": 7, "generated_tokens": 70, "reward/internal": 0.5}\\n')
-else:
-    options = dict(zip(arguments[::2], arguments[1::2]))
-    with open(Path(__file__).parent / "models.txt", "a") as models:
-        models.write(options["--model"] + "\\n")
-    quality, output = Path(options["--model"]) / "quality", Path(options["--output"])
-    right = int(quality.read_text()) if quality.exists() else 1
-    for name in ("trained", "lengths"):
-        result = dict(name=name, problems=list(range(first, first + 4)), n=[32] * 4, k=[1, 32], temperature=1.0, seed=0)
-        result |= dict(correct=[right + i for i in range(4)], statuses={"ok": 128})
-        result |= dict(mean_response_length=5.0, truncated_share=0.0, mean_reward=None)
-        (output / f"evaluation-{name}.json").write_text(json.dumps(result))
-        first += 4
-"""
-
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
@@ -71,26 +35,12 @@ def path(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def launcher(tmp_path: Path) -> str:
-    script = tmp_path / "command.py"
-    script.write_text(COMMAND)
-    return f"{sys.executable} {script}"
+    return launcher_in(tmp_path)
 
 
 @pytest.fixture
 def output(tmp_path: Path) -> Path:
-    """The folder of a comparison whose base models and data are there already."""
-    folder = tmp_path / "out"
-    runner = Runner(load_comparison(written(tmp_path, FILE)), EXPERIMENTS / "demo.yaml", folder)
-    for seed in (0, 1, 1000):
-        preparation = runner.preparation("one", seed)
-        assert preparation is not None
-        preparation.make()
-    (folder / MARK).touch()
-    return folder
-
-
-def calls(folder: Path) -> list[str]:
-    return (folder / "calls.txt").read_text().split()
+    return prepared(tmp_path)
 
 
 def test_runs_searches_resumes_and_reports(tmp_path: Path, path: Path, output: Path, launcher: str) -> None:

@@ -1,0 +1,85 @@
+"""Goes on with a comparison of which only the results are left: `python -m experiments.continued COMPARISON RESULTS`.
+
+For a comparison of many hours on machines that one has for a few: results.json is kept, and the next machine makes what
+it lacks, in runs/compare/<name of the comparison>. The comparison is in the results, and is checked; the training
+configuration is not: it must be the same file.
+"""
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from rlplus.common.commands import terminated_as_exit
+from rlplus.common.durable import claimed, locked
+from rlplus.compare import MARK, Results, Runner, load_comparison
+from rlplus.compare.comparing import collect, provenance, write
+from rlplus.compare.launches import Run
+
+
+class Continued(Runner):
+    """Makes what `known` lacks: reported runs, and a method's whole search in a setting."""
+
+    def __init__(self, known: Results, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        if known.comparison != self.comparison:
+            raise ValueError("want the results of the same comparison; the file describes another one")
+        self.known, self._outcomes = known, {(one.setting, one.method, one.seed): one for one in known.outcomes}
+
+    def results(self) -> Results:
+        """The known runs and those finished since, in the comparison's order."""
+        was, now = self.known.provenance, provenance()
+        origin = {key: now[key] if was.get(key, now[key]) == now[key] else f"{was[key]}; {now[key]}" for key in now}
+        new = collect(self.comparison, self, origin, self.known.search_runs)
+        found = self._outcomes | {(one.setting, one.method, one.seed): one for one in new.outcomes}
+        outcomes = [found[key] for run in self.all() if (key := (run.setting, run.method, run.seed)) in found]
+        return replace(new, outcomes=outcomes)
+
+    def _make_all(self, runs: Sequence[Run]) -> None:
+        lacking = [run for run in runs if run.rate or (run.setting, run.method, run.seed) not in self._outcomes]
+        super()._make_all([*dict.fromkeys(each for run in lacking for each in _from_the_first(run))])
+
+    def _tries(self, setting: str, method: str, rates: Sequence[float]) -> list[Run]:
+        return [] if self._known_scores(setting, method) else super()._tries(setting, method, rates)
+
+    def _scores(self, setting: str, method: str, rates: Sequence[float]) -> dict[float, float]:
+        return self._known_scores(setting, method) or super()._scores(setting, method, rates)
+
+    def _known_scores(self, setting: str, method: str) -> dict[float, float]:
+        scores = self.known.rates.get(setting, {}).get(method, {})
+        return {float(rate): score for rate, score in scores.items()}
+
+
+def _from_the_first(run: Run) -> list[Run]:
+    """The run after those that it starts from, whose models are needed."""
+    return [*(_from_the_first(run.before) if run.before else []), run]
+
+
+def go_on(comparison: Path, known: Path, output: Path, **options: Any) -> Results:
+    """Make what the results in `known` lack; write all, also when a run fails or a signal ends it."""
+    found = load_comparison(comparison)
+    folder = claimed(output, MARK, "comparison")
+    runner = Continued(Results.load(known), found, comparison.parent / found.run, folder, **options)
+    runner.check()
+    with terminated_as_exit(), locked(folder / MARK, f"another process makes runs in {folder}"):
+        try:
+            runner.make()
+        finally:
+            results = write(runner.results(), folder, comparison.stem)
+    return results
+
+
+def main() -> None:
+    """Go on, and say how many runs there are."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("comparison", type=Path)
+    parser.add_argument("results", type=Path, help="results.json of an earlier machine")
+    parser.add_argument("--jobs", type=int, default=1, help="runs at a time; default 1")
+    given = parser.parse_args()
+    output = Path("runs/compare") / given.comparison.stem
+    print(f"{len(go_on(given.comparison, given.results, output, jobs=given.jobs).outcomes)} runs, in {output}")
+
+
+if __name__ == "__main__":
+    main()
