@@ -1,8 +1,9 @@
 """Goes on with a comparison of which only the results are left: `python -m experiments.continued COMPARISON RESULTS`.
 
 For a comparison of many hours on machines that one has for a few: results.json is kept, and the next machine makes what
-it lacks, in runs/compare/<name of the comparison>. The comparison is in the results, and is checked; the training
-configuration is not: it must be the same file.
+it lacks, in runs/compare/<name of the comparison>. Also for a comparison with other methods in the same settings, which
+takes over those that it shares. What made the results is in them, and is checked, but for the training configuration:
+it must be the same file.
 """
 
 import argparse
@@ -13,7 +14,7 @@ from typing import Any
 
 from rlplus.common.commands import terminated_as_exit
 from rlplus.common.durable import claimed, locked
-from rlplus.compare import MARK, Results, Runner, load_comparison
+from rlplus.compare import MARK, Comparison, Results, Runner, load_comparison
 from rlplus.compare.comparing import collect, provenance, write
 from rlplus.compare.launches import Run
 
@@ -23,12 +24,12 @@ class Continued(Runner):
 
     def __init__(self, known: Results, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
-        if known.comparison != self.comparison:
-            raise ValueError("want the results of the same comparison; the file describes another one")
+        if other := differing(known.comparison, self.comparison):
+            raise ValueError(f"want results that were made in the same way; their comparison differs in {other}")
         self.known, self._outcomes = known, {(one.setting, one.method, one.seed): one for one in known.outcomes}
 
     def results(self) -> Results:
-        """The known runs and those finished since, in the comparison's order."""
+        """The known runs that the comparison asks for and those finished since, in its order."""
         was, now = self.known.provenance, provenance()
         origin = {key: now[key] if was.get(key, now[key]) == now[key] else f"{was[key]}; {now[key]}" for key in now}
         new = collect(self.comparison, self, origin, self.known.search_runs)
@@ -49,6 +50,15 @@ class Continued(Runner):
     def _known_scores(self, setting: str, method: str) -> dict[float, float]:
         scores = self.known.rates.get(setting, {}).get(method, {})
         return {float(rate): score for rate, score in scores.items()}
+
+
+def differing(known: Comparison, wanted: Comparison) -> str:
+    """The names of what both have and is not the same, but for the studies."""
+    parts = [key for key in ("run", "overrides", "search") if getattr(known, key) != getattr(wanted, key)]
+    for kind in ("settings", "methods"):
+        was, now = getattr(known, kind), getattr(wanted, kind)
+        parts += [f"{kind}.{name}" for name in was.keys() & now.keys() if was[name] != now[name]]
+    return ", ".join(sorted(parts))
 
 
 def _from_the_first(run: Run) -> list[Run]:

@@ -4,13 +4,14 @@
 """
 
 import random
+from math import log
 from pathlib import Path
 from typing import Any, Literal
 
 from rich.console import Console
 
 from experiments.toy.base_model import ToyBase, make_base
-from experiments.toy.task import Demonstrator, Problem, Task, write_rows
+from experiments.toy.task import Demonstrator, Problem, Task, make_tokenizer, write_rows
 from rlplus.common.textfiles import read_text
 
 PLAIN_BASE, PLAIN_AUTHOR = ToyBase(), Demonstrator()  # every dial as in the demo
@@ -43,7 +44,8 @@ def prepare(
     same = [each / "model" for each in folder.parent.parent.glob(f"*/{folder.name}") if _same_problems(each, folder)]
     make_base(folder / "model", base, seed, held_out, Console(quiet=True), same)
     train = task.draw_many(rng, next(iter(tests)), problems, easy_for_each_hard=3, exclude=held_out)
-    write_rows(folder / "train.jsonl", [_demonstrated(each, demonstrator, rng) for each in train])
+    uniform = round(-log(len(make_tokenizer(task))), 4)
+    write_rows(folder / "train.jsonl", [_demonstrated(each, demonstrator, rng, uniform) for each in train])
 
 
 def _held_out(
@@ -77,7 +79,12 @@ def _row(problem: Problem) -> dict[str, Any]:
     return {"prompt": problem.prompt, "answer": problem.answer}
 
 
-def _demonstrated(problem: Problem, demonstrator: Demonstrator, rng: random.Random) -> dict[str, Any]:
+def _demonstrated(problem: Problem, demonstrator: Demonstrator, rng: random.Random, uniform: float) -> dict[str, Any]:
+    """A row with the logprobs of its tokens under the demonstrator, and under the uniform policy."""
     response = demonstrator.response(problem, rng)
     logprobs = [round(logprob, 4) for logprob in demonstrator.logprobs(problem, response)]
-    return _row(problem) | {"demonstration": response, "behavior_logprob": logprobs}
+    return _row(problem) | {
+        "demonstration": response,
+        "behavior_logprob": logprobs,
+        "uniform_logprob": [uniform] * len(logprobs),
+    }

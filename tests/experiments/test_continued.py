@@ -6,9 +6,9 @@ from pathlib import Path
 from shutil import rmtree
 
 import pytest
-from comparisons import FILE, calls, launcher_in, prepared, written
+from comparisons import EXPERIMENTS, FILE, calls, launcher_in, prepared, written
 
-from experiments.continued import Continued, go_on
+from experiments.continued import Continued, differing, go_on
 from rlplus.compare import BASE, Results, load_comparison, run_comparison
 from rlplus.errors import RunFailed
 
@@ -81,10 +81,46 @@ def test_what_is_finished_is_kept_when_a_run_fails(tmp_path: Path) -> None:
     assert kept.provenance["processor"].startswith("another; ")
 
 
-def test_results_of_another_comparison_are_refused(tmp_path: Path) -> None:
-    path = written(tmp_path, FILE)
-    other = json.loads(json.dumps(FILE))
-    other["methods"]["GRPO"]["overrides"] = {"algorithm.objective.entropy_coef": 0.01}
-    results = Results(load_comparison(written(tmp_path, other)), {}, {}, {}, [])
-    with pytest.raises(ValueError, match="want the results of the same comparison; the file describes another one"):
-        Continued(results, load_comparison(written(tmp_path, FILE)), path, tmp_path)
+@pytest.mark.parametrize(
+    ("section", "key", "value", "named"),
+    [
+        ("methods", "GRPO", {"preset": "grpo"}, "methods.GRPO"),
+        ("settings", "one", {}, "settings.one"),
+        ("search", "rates", [1e-3, 1e-2], "search"),
+        ("overrides", "train.seed_of_data", 1, "overrides"),
+    ],
+)
+def test_results_that_were_made_in_another_way_are_refused(
+    tmp_path: Path, section: str, key: str, value: object, named: str
+) -> None:
+    other = json.loads(json.dumps(FILE | {"search": FILE["search"] | {"overrides": {"evaluation.data.path": "-"}}}))
+    comparison = load_comparison(written(tmp_path, other))
+    other[section][key] = value
+    known = Results(load_comparison(written(tmp_path, other)), {}, {}, {}, [])
+    with pytest.raises(ValueError, match=f"were made in the same way; their comparison differs in {named}$"):
+        Continued(known, comparison, tmp_path / "compare.yaml", tmp_path)
+
+
+def test_a_comparison_with_another_method_takes_over_those_that_it_shares(tmp_path: Path) -> None:
+    want, known = whole(tmp_path), tmp_path / "known.json"
+    want.save(known)
+    file = json.loads(json.dumps(FILE))
+    file["methods"]["RL-PLUS"] = {"preset": "rlplus"}
+    file["studies"] = {"New": {"settings": ["one"], "methods": ["GRPO", "RL-PLUS"], "seeds": 2}}
+    written(tmp_path, file)
+    (tmp_path / "calls.txt").write_text("")
+    got = go_on(tmp_path / "compare.yaml", known, tmp_path / "out", launcher=launcher_in(tmp_path))
+    assert sorted(calls(tmp_path)) == ["eval"] * (3 + 2) + ["train"] * (3 + 2), "the search and two seeds of RL-PLUS"
+    assert [(one.method, one.seed) for one in got.outcomes] == [
+        (method, seed) for seed in (0, 1) for method in (BASE, "GRPO", "RL-PLUS")
+    ]
+    assert got.rates["one"].keys() == {"GRPO", "RL-PLUS"}
+    assert got.rates["one"]["GRPO"] == want.rates["one"]["GRPO"]
+
+
+def test_the_variants_are_compared_under_the_conditions_of_the_comparison_that_they_continue() -> None:
+    variants, known = (load_comparison(EXPERIMENTS / f"compare/{name}.yaml") for name in ("variants", "demonstrations"))
+    assert differing(known, variants) == ""
+    assert {study.seed_numbers for study in (*variants.studies.values(), *known.studies.values())} == {range(100, 120)}
+    assert variants.settings == known.settings
+    assert all(study.settings == [*known.settings] for study in variants.studies.values())

@@ -1,6 +1,7 @@
 """The toy task's problems and demonstrations, what a comparison prepares of them, and the orders of responses."""
 
 import json
+import math
 import random
 from dataclasses import replace
 from math import log
@@ -29,6 +30,10 @@ def test_settings_with_one_base_have_the_same_model_and_problems(tmp_path: Path)
     assert files["a"][TEST] == files["b"][TEST]
     rows = {file: [json.loads(line) for line in lines] for file, lines in files["b"].items()}
     assert [row["prompt"] for row in rows[TRAIN]] == [json.loads(line)["prompt"] for line in files["a"][TRAIN]]
+    uniform = math.log(1 / len(make_tokenizer(base.task)))
+    for row in rows[TRAIN]:
+        assert len(row["uniform_logprob"]) == len(row["behavior_logprob"]) == len(row["demonstration"]) + 1
+        assert row["uniform_logprob"] == pytest.approx([uniform] * len(row["uniform_logprob"]), abs=1e-4)
     prompts = [row["prompt"] for each in rows.values() for row in each]
     assert len(set(prompts)) == len(prompts)
     assert [row[SET] for row in rows[TEST]] == ["trained"] * 100 + ["lengths"] * 50 + ["subtraction"] * 50
