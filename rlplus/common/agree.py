@@ -88,12 +88,6 @@ def rows(x: Tensor) -> Tensor:
     return every.flatten(0, 1)
 
 
-def share(x: Tensor, rank: int) -> None:
-    """Every rank's `x`, contiguous on its device, becomes that rank's. Collective."""
-    if len(x) and dist.get_world_size() > 1:
-        _together(lambda: dist.broadcast(x, src=rank))
-
-
 def failures(failure: BaseException | None, *, clear: tuple[type[BaseException], ...] = (Exception,)) -> str:
     """All ranks' failures as one text, empty if there are none. Collective; a rank without a failure passes None.
 

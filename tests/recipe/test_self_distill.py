@@ -1,11 +1,9 @@
 """On-policy self-distillation: prompts that show demonstrations, a step in float64, and runs with it."""
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +16,6 @@ from update_cases import packed
 
 from rlplus.config import Config, DataConfig
 from rlplus.data import Example, Sample, byte_tokenizer, load_examples, pack
-from rlplus.learner.moving_average import MovingAverage, _part
 from rlplus.recipe import Batch, Update
 from rlplus.recipe.self_teaching import SelfDistillRecipe
 from rlplus.trainer import Run, open_run, train
@@ -268,26 +265,6 @@ def test_the_average_of_a_model_in_bf16_loses_no_small_changes(tmp_path: Path) -
             expected = second[name] + 0.998**100 * (first[name] - second[name])
             torch.testing.assert_close(average.parts[name], expected.flatten().float(), rtol=1e-4, atol=1e-5)
             assert torch.equal(copied.flatten(), average.parts[name].bfloat16())
-
-
-def test_the_average_is_divided_among_other_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = {"a": torch.arange(7.0).view(7, 1), "b": torch.arange(2.0)}
-
-    def parts(ranks: int, found: Callable[[], dict[str, torch.Tensor]]) -> list[dict[str, torch.Tensor]]:
-        monkeypatch.setattr("torch.distributed.get_world_size", lambda *_: ranks)
-        made = []
-        for rank in range(ranks):
-            monkeypatch.setattr("torch.distributed.get_rank", lambda *_, rank=rank: rank)
-            made.append(found())
-        return made
-
-    for before, after in ((1, 3), (3, 2), (5, 1)):
-        saved = parts(before, lambda: {n: _part(w, torch.distributed.get_rank()) for n, w in whole.items()})
-        new = parts(after, partial(MovingAverage.redistributed, SimpleNamespace(parts=whole), saved))
-        for name, weight in whole.items():
-            assert torch.equal(torch.cat([part[name] for part in new]), weight.flatten())
-            sizes = [len(part[name]) for part in new]
-            assert max(sizes) - min(sizes) <= 1
 
 
 @pytest.mark.slow
