@@ -27,6 +27,7 @@ SOURCES = {
     "gkd": "[GKD](https://arxiv.org/abs/2306.13649)",
     "opd": "[Thinking Machines](https://thinkingmachines.ai/blog/on-policy-distillation/)",
     "opsd": "[OPSD](https://arxiv.org/abs/2601.18734)",
+    "sdft": "[SDFT](https://arxiv.org/abs/2601.19897)",
     "sdpo": "[SDPO](https://arxiv.org/abs/2601.20802)",
     "rlplus": "[RL-PLUS](https://arxiv.org/abs/2508.00222)",
     "rlplus-official": "the RL-PLUS authors' scripts",

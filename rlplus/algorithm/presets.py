@@ -185,6 +185,10 @@ ALGORITHMS: dict[str, Algorithm] = {
     "gkd": _rollouts_only("gkd", "token", recipe=Distill(loss="jsd")),
     "opd": _rollouts_only("opd", "token", recipe=Distill(loss="sampled")),
     "opsd": _rollouts_only("opsd", "token", recipe=SelfDistill(teacher="initial", loss="jsd")),
+    "sdft": _rollouts_only(
+        *("sdft", "sequence"),  # the divergence is the code's, of which the results are; the paper has the reverse one
+        recipe=SelfDistill(teacher="average", teacher_update_rate=0.01, loss="forward_kl"),
+    ),
     "sdpo": _rollouts_only("sdpo", "token", recipe=SelfDistill(teacher="average", loss="jsd", shows="response")),
     "sft": Algorithm(OBJECTIVES["sft"], demonstrations="only"),
     "dft": Algorithm(OBJECTIVES["dft"], demonstrations="only"),

@@ -188,7 +188,7 @@ OBJECTIVES: dict[str, Objective] = {
     "sapo": _rollouts("sapo"),
     "dppo": _rollouts("dppo"),
     # Read where the recipe's loss is "sampled".
-    **dict.fromkeys(("gkd", "opd", "opsd", "sdpo"), _rollouts("ratio")),
+    **dict.fromkeys(("gkd", "opd", "opsd", "sdft", "sdpo"), _rollouts("ratio")),
     "sft": _NLL,
     "dft": Objective(external="dft", gamma=0.0),
 }

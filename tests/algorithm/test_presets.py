@@ -60,6 +60,7 @@ PRESETS: dict[str, tuple[dict[str, Any], str, bool, str]] = {
     "sapo": ({"internal": "sapo"}, "sequence", True, "none"),
     "dppo": ({"internal": "dppo"}, "token", False, "none"),
     **dict.fromkeys(("gkd", "opd", "opsd", "sdpo"), ({}, "token", True, "none")),
+    "sdft": ({}, "sequence", True, "none"),
     "sft": ({"external": "nll"}, "token", True, "only"),
     "dft": ({"external": "dft"}, "token", True, "only"),
 }
@@ -103,6 +104,7 @@ RECIPES = {
     "gkd": Distill(loss="jsd", beta=0.5),
     "opd": Distill(loss="sampled"),
     "opsd": SelfDistill(teacher="initial", loss="jsd", beta=0.5),
+    "sdft": SelfDistill(teacher="average", teacher_update_rate=0.01, loss="forward_kl", shows="demonstration"),
     "sdpo": SelfDistill(
         teacher="average", teacher_update_rate=0.05, loss="jsd", beta=0.5, shows="response", shown_reward=1.0
     ),

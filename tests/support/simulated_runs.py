@@ -68,7 +68,7 @@ SHORT: dict[str, Sections] = {  # presets that do not fit into the tiny task as 
     "prefix-rft": {"algorithm": {"preset": "prefix-rft"}, "rollout": {"max_response_length": 12}},
 } | {
     name: {"algorithm": {"preset": name, "recipe": ALGORITHMS[name].recipe.model_dump() | {"template": SHOWN}}}
-    for name in ("opsd", "sdpo")
+    for name in ("opsd", "sdft", "sdpo")
 }
 
 

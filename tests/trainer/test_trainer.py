@@ -161,7 +161,7 @@ def test_samples_without_a_gradient_take_a_forward_pass_alone(tiny_run):
 )
 def test_every_preset_trains(tmp_path, preset, monkeypatch):
     monkeypatch.setattr(Refill, "keeps", lambda *_: True)  # an untrained model solves nothing
-    recipe = {"template": "{prompt}{demonstration}"} if preset in ("opsd", "sdpo") else {}
+    recipe = {"template": "{prompt}{demonstration}"} if preset in ("opsd", "sdft", "sdpo") else {}
     if preset in ("gkd", "opd"):
         recipe = {"teacher": str(make_teacher(tmp_path))}
     algorithm = {"preset": preset, "recipe": recipe}
