@@ -18,8 +18,10 @@ from trainer_runs import metrics, run_config
 from rlplus.algorithm import Refill
 from rlplus.config import TrainConfig
 from rlplus.data import Example, Sample
+from rlplus.data.prompts import RESPONSE_ID
 from rlplus.errors import RunFailed
 from rlplus.recipe import Batch, refill_batch
+from rlplus.recipe.self_teaching import SelfDistillRecipe
 from rlplus.trainer import Interrupted, train
 
 STEP, UPDATE = 8, 4  # prompts
@@ -104,8 +106,11 @@ def groups_of(seed: int) -> list[list[int]]:
     return [[int(random.random() < share) for _ in range(4)] for share in shares]
 
 
-def draws_of(rewards: Sequence[Sequence[int]], rank: int, world: int) -> Callable[[], Batch]:
-    """This rank's part of draw after draw. The prompt says which group it is; a demonstration is in every other one."""
+def draws_of(
+    rewards: Sequence[Sequence[int]], rank: int, world: int, demonstrations: bool = True
+) -> Callable[[], Batch]:
+    """This rank's part of draw after draw. Prompts say which group it is, and responses which member, too; a
+    demonstration is in every other group."""
     position = iter(range(0, len(rewards), STEP))
 
     def draw() -> Batch:
@@ -114,11 +119,13 @@ def draws_of(rewards: Sequence[Sequence[int]], rank: int, world: int) -> Callabl
         samples = []
         for number, group in enumerate(mine):
             samples += [
-                Sample([group], [member], number, False, False, None, r) for member, r in enumerate(rewards[group])
+                Sample([group], [group, member], number, False, False, None, r)
+                for member, r in enumerate(rewards[group])
             ]
-            if group % 2:
+            if group % 2 and demonstrations:
                 samples.append(Sample([group], [9], number, True, False, None, 1.0))
-        return Batch([Example(group, (group,), "", None) for group in mine], samples, 1.5)
+        shown = {group: (group, RESPONSE_ID) for group in mine}
+        return Batch([Example(group, (group,), "", None, teacher_prompt=shown[group]) for group in mine], samples, 1.5)
 
     return draw
 
@@ -188,6 +195,39 @@ def test_the_first_dropped_groups_fill_a_step(monkeypatch: pytest.MonkeyPatch, w
         rollouts = [sample for sample in batch.samples if not sample.demonstration]
         got = [(batch.examples[sample.group].index, sample.reward) for sample in rollouts]
         assert got == [(example.index, reward) for example in batch.examples for reward in rewards[example.index]]
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize("fill", [False, True])
+def test_a_teacher_is_shown_a_response_of_the_group_of_several_draws_and_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, world: int, fill: bool
+) -> None:
+    """`shows: response` of self-distill: the first other correct one of the same prompt, wherever the group moved."""
+    ranks = Ranks(world)
+    monkeypatch.setattr("rlplus.recipe.refill.agree", ranks)
+    monkeypatch.setattr("rlplus.recipe.refill.dist", ranks)
+    rewards, end = groups_of(0), -1
+    config = TrainConfig(steps=1, prompts_per_step=STEP, prompts_per_update=UPDATE)
+    options = Refill(max_draws=2 if fill else 10, fill=fill, low=0.4 if fill else 0.0)
+    algorithm = {"preset": "sdpo", "recipe": {"template": "{prompt}{demonstration}"}}
+    recipes = [SelfDistillRecipe(run_config(tmp_path, algorithm=algorithm)) for _ in range(world)]
+
+    def collected(rank: int) -> Batch:
+        recipes[rank].end_id = end
+        draw = draws_of(rewards, rank, world, demonstrations=False)
+        return recipes[rank].collect(lambda: refill_batch(draw, options, config).batch)
+
+    batches = ranks.run(collected)
+    assert len({sample.prompt[0] // STEP for batch in batches for sample in batch.samples}) > 1, "several draws"
+    shown = 0
+    for batch in batches:
+        for sample in batch.samples:
+            group, member = sample.response
+            right = [other for other, reward in enumerate(rewards[group]) if reward == 1 and other != member]
+            assert sample.teacher_prompt == ([group, group, right[0]] if right else None)
+            shown += bool(right)
+    assert 0 < shown < 4 * STEP
+    assert sum(recipe.metrics()["distill/shown"][0] for recipe in recipes) == shown
 
 
 # ---- in a run

@@ -6,15 +6,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from recipe_cases import resumed
-from trainer_runs import run_config
+from recipe_cases import draw_rewards, resumed
+from trainer_runs import metrics, run_config
 
 from rlplus.config import Config, DataConfig
 from rlplus.data import Example, Sample, byte_tokenizer, load_examples
 from rlplus.data.prompts import RESPONSE_ID, encode_prompts, with_response
 from rlplus.recipe import Batch
 from rlplus.recipe.self_teaching import SelfDistillRecipe
-from rlplus.trainer import open_run
+from rlplus.trainer import open_run, train
 
 END = byte_tokenizer().eos_token_id
 TEMPLATE = "{prompt}{demonstration}"
@@ -130,3 +130,29 @@ def test_a_run_resumes_bit_for_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert len({row["distill/shown"] for row in rows}) > 1
     for row in rows:
         assert (row["distill/shown"] > 0) == (row["actor/updated"] > 0) == ("actor/grad_norm" in row)
+
+
+def test_a_refilled_step_shows_responses_of_its_own_groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several draws of a run; the groups that are kept have a correct response, and a wrong one."""
+    monkeypatch.setattr("rlplus.trainer.step.score", draw_rewards)
+    batches, collect = [], SelfDistillRecipe.collect
+    monkeypatch.setattr(SelfDistillRecipe, "collect", lambda *rest: batches.append(collect(*rest)) or batches[-1])
+    algorithm = {"preset": "sdpo", "recipe": {"template": TEMPLATE}, "refill": {"max_draws": 20}}
+    rows = metrics(train(run_config(tmp_path, algorithm=algorithm, train={"steps": 3})))
+    assert any(row["batch/draws"] > 1 for row in rows)
+    for batch, row in zip(batches, rows, strict=True):
+        shown = 0
+        for number, example in enumerate(batch.examples):
+            group = batch.samples[4 * number : 4 * number + 4]
+            right = [sample for sample in group if sum(sample.response) % 7 == 0]
+            assert 1 <= len(right) <= 3
+            for sample in group:
+                assert tuple(sample.prompt) == example.prompt
+                if others := [other.response for other in right if other is not sample]:
+                    response = others[0][:-1] if others[0][-1] == END else others[0]
+                    assert sample.teacher_prompt == with_response(example.teacher_prompt, response)
+                    shown += 1
+                else:
+                    assert sample.teacher_prompt is None
+        assert row["distill/shown"] == shown / 16
+        assert row["actor/updated"] == 1
