@@ -9,7 +9,16 @@ from functools import partial
 from pathlib import Path
 
 from bench import output
-from docs import community_page, compatibility_page, decision_pages, first_step, models_page, paper_figure, what_fits
+from docs import (
+    community_page,
+    compatibility_page,
+    decision_pages,
+    first_step,
+    models_page,
+    paper_figure,
+    question_figures,
+    what_fits,
+)
 from docs.configuration_keys import keys, table
 from experiments.theory import __main__ as theory
 from rlplus.algorithm import ALGORITHMS, Algorithm
@@ -315,6 +324,7 @@ def pages(derived: dict[str, dict[str, Callable[[], str]]] = PARTS) -> Iterator[
             text = with_part(text, part, make())
         yield ROOT / name, text
     yield ROOT / "docs/paper.svg", paper_figure.draw(most_repeated(PAPER), "RL-PLUS")
+    yield from question_figures.figures(ROOT)
 
 
 if __name__ == "__main__":

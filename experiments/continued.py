@@ -1,21 +1,24 @@
 """Goes on with a comparison of which only the results are left: `python -m experiments.continued COMPARISON RESULTS`.
 
 For a comparison of many hours on machines that one has for a few: results.json is kept, and the next machine makes what
-it lacks, in runs/compare/<name of the comparison>. Also for a comparison with other methods in the same settings, which
-takes over those that it shares. What made the results is in them, and is checked, but for the training configuration:
-it must be the same file.
+it lacks, in runs/compare/<name of the comparison>. Ctrl-C and SIGTERM end it with the results so far. Also for a
+comparison with other methods in the same settings, which takes over those that it shares. The results say which
+comparison they are of, and that is checked. Training configuration and version must be the same; they are not in the
+results. Processors round differently, so that a base model made anew differs a little.
 """
 
 import argparse
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from rlplus.common.commands import terminated_as_exit
 from rlplus.common.durable import claimed, locked
-from rlplus.compare import MARK, Comparison, Results, Runner, load_comparison
+from rlplus.compare import BASE, MARK, Comparison, Outcome, Results, Runner, load_comparison
 from rlplus.compare.comparing import collect, provenance, write
+from rlplus.compare.config import best_rate
 from rlplus.compare.launches import Run
 
 
@@ -26,13 +29,18 @@ class Continued(Runner):
         super().__init__(*arguments, **options)
         if other := differing(known.comparison, self.comparison):
             raise ValueError(f"want results that were made in the same way; their comparison differs in {other}")
-        self.known, self._outcomes = known, {(one.setting, one.method, one.seed): one for one in known.outcomes}
+        self.known = known
+        self._outcomes = {(one.setting, one.method, one.seed): one for one in known.outcomes if self._keeps(one)}
 
     def results(self) -> Results:
         """The known runs that the comparison asks for and those finished since, in its order."""
         was, now = self.known.provenance, provenance()
         origin = {key: now[key] if was.get(key, now[key]) == now[key] else f"{was[key]}; {now[key]}" for key in now}
-        new = collect(self.comparison, self, origin, self.known.search_runs)
+        lengths = {
+            setting: {method: each for method, each in methods.items() if self._known_scores(setting, method)}
+            for setting, methods in self.known.search_runs.items()
+        }
+        new = collect(self.comparison, self, origin, lengths)
         found = self._outcomes | {(one.setting, one.method, one.seed): one for one in new.outcomes}
         outcomes = [found[key] for run in self.all() if (key := (run.setting, run.method, run.seed)) in found]
         return replace(new, outcomes=outcomes)
@@ -48,8 +56,21 @@ class Continued(Runner):
         return self._known_scores(setting, method) or super()._scores(setting, method, rates)
 
     def _known_scores(self, setting: str, method: str) -> dict[float, float]:
-        scores = self.known.rates.get(setting, {}).get(method, {})
-        return {float(rate): score for rate, score in scores.items()}
+        """The scores of a search that has ended; empty otherwise."""
+        found = self.known.rates.get(setting, {}).get(method, {})
+        scores = {float(rate): score for rate, score in found.items()}
+        search = self.comparison.search
+        return scores if scores and search is not None and search.next_rate(scores) is None else {}
+
+    def _keeps(self, one: Outcome) -> bool:
+        """Whether a run of the results is one of this comparison: a method of it, at the rate that its search found."""
+        if one.method == BASE or self.comparison.search is None:
+            return True
+        if one.method not in self.comparison.methods:
+            return False
+        chain = [self._searched(part) for part in self.comparison.chain(one.method)]
+        scores = [self._known_scores(one.setting, part) for part in chain]
+        return all(scores) and best_rate(scores[-1]) == one.rate
 
 
 def differing(known: Comparison, wanted: Comparison) -> str:
@@ -75,9 +96,11 @@ def go_on(comparison: Path, known: Path, output: Path, **options: Any) -> Result
     with terminated_as_exit(), locked(folder / MARK, f"another process makes runs in {folder}"):
         try:
             runner.make()
-        finally:
-            results = write(runner.results(), folder, comparison.stem)
-    return results
+        except BaseException:
+            with suppress(Exception):  # the first error is the one to show
+                write(runner.results(), folder, comparison.stem)
+            raise
+        return write(runner.results(), folder, comparison.stem)
 
 
 def main() -> None:

@@ -13,7 +13,7 @@ from rlplus.learner.adapters import adapter_weights
 from rlplus.learner.policy import Policy
 
 EXCHANGED = 64 * 2**20
-"""Most bytes of one collective, all ranks' parts together: those of an update's temporaries, then gone, are more."""
+"""Most bytes of one collective, all ranks' parts together. An update's temporaries, freed by then, are larger."""
 
 
 class MovingAverage:
@@ -69,6 +69,8 @@ class MovingAverage:
         """Round this rank's parts, and receive all others'."""
         for name, part in self.parts.items():
             _part(self._rounded[name], dist.get_rank()).copy_(part)
+        if dist.get_world_size() == 1:
+            return
         wholes = [whole.view(-1) for whole in self._rounded.values()]
         for dtype in dict.fromkeys(whole.dtype for whole in wholes):
             most = max(1, EXCHANGED // dtype.itemsize // dist.get_world_size())

@@ -49,7 +49,9 @@ def test_makes_what_the_results_lack_with_what_it_starts_from_and_ends_as_in_one
     assert left(replace(want, outcomes=gone)) == ["eval"] * 3 + ["train"] * 2, "SFT's model of seed 1 is needed, too"
     searched = {"one": {name: rates for name, rates in want.rates["one"].items() if name != "SFT+GRPO"}}
     lengths = {"one": {name: want.search_runs["one"][name] for name in searched["one"]}}
-    assert left(replace(want, rates=searched, search_runs=lengths)) == ["eval"] * 4 + ["train"] * 4, "SFT, three rates"
+    calls_of_search, of_seeds = 1 + 3, 2 + 2  # SFT, SFT+GRPO at three rates; SFT, SFT+GRPO of two seeds
+    n = calls_of_search + of_seeds
+    assert left(replace(want, rates=searched, search_runs=lengths)) == ["eval"] * n + ["train"] * n
     assert left(replace(want, rates={}, search_runs={}, outcomes=[])) == ["eval"] * 19 + ["train"] * 17, "all of it"
 
 
@@ -63,6 +65,29 @@ def test_the_rates_of_the_results_are_those_of_the_new_runs(tmp_path: Path) -> N
     got = go_on(tmp_path / "compare.yaml", known, tmp_path / "out", launcher=launcher_in(tmp_path))
     want_rates = best | {BASE: 0.0, "GRPO long": 0.002}
     assert {one.method: one.rate for one in got.outcomes} == want_rates
+
+
+def test_a_search_that_had_not_ended_and_runs_at_another_rate_than_the_best_are_made_again(tmp_path: Path) -> None:
+    output, known = prepared(tmp_path), tmp_path / "known.json"
+    file = FILE | {"methods": {"GRPO": {"preset": "grpo-official"}}, "search": {"rates": [1e-3, 3e-3], "further": 1}}
+    file["studies"] = {"Methods": {"settings": ["one"], "methods": ["GRPO"], "seeds": 1}}
+    path = written(tmp_path, file)
+    run_comparison(path, output, launcher=launcher_in(tmp_path))
+    want = Results.load(output / "results.json")
+    assert [*want.rates["one"]["GRPO"]] == ["0.001", "0.003", "0.009"]
+
+    def left(**changed: object) -> list[str]:
+        replace(want, **changed).save(known)  # type: ignore[arg-type]
+        rmtree(output / "runs")
+        (tmp_path / "calls.txt").write_text("")
+        assert same(go_on(path, known, output, launcher=launcher_in(tmp_path)), want)
+        return calls(tmp_path)
+
+    tried = {"0.001": want.rates["one"]["GRPO"]["0.001"], "0.003": want.rates["one"]["GRPO"]["0.003"]}
+    lengths = {"one": {"GRPO": {rate: (7, 70) for rate in tried}}}
+    assert left(rates={"one": {"GRPO": tried}}, search_runs=lengths) == ["train", "eval"] * 4, "and then the seed's run"
+    other = [replace(one, rate=1e-3) if one.method == "GRPO" else one for one in want.outcomes]
+    assert left(outcomes=other) == ["train", "eval"]
 
 
 def test_what_is_finished_is_kept_when_a_run_fails(tmp_path: Path) -> None:

@@ -109,8 +109,9 @@ def groups_of(seed: int) -> list[list[int]]:
 def draws_of(
     rewards: Sequence[Sequence[int]], rank: int, world: int, demonstrations: bool = True
 ) -> Callable[[], Batch]:
-    """This rank's part of draw after draw. Prompts say which group it is, and responses which member, too; a
-    demonstration is in every other group."""
+    """This rank's part of draw after draw. A prompt is its group's number, a response that and its member's number.
+
+    A demonstration is in every other group."""
     position = iter(range(0, len(rewards), STEP))
 
     def draw() -> Batch:
