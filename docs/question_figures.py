@@ -10,7 +10,7 @@ from rlplus.compare.outcomes import Results
 
 @dataclass(frozen=True)
 class Question:
-    """What its figure shows: a study of a file of results, in some of its settings."""
+    """A study in a file of results, in some of its settings."""
 
     results: str
     study: str

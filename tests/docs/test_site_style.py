@@ -17,7 +17,7 @@ def test_code_fits_the_page() -> None:
 
 
 def test_the_drawn_figure_is_dark_where_the_page_is() -> None:
-    """In Markdown it is dark on white; the site inverts it. It must be the only figure of that kind, and named."""
+    """In Markdown it is dark on white; the site inverts it. All figures of that kind are named."""
     rules = re.findall(
         r'^\[data-md-color-scheme="slate"\] img\[src\$="(.*?)"\] \{ filter: invert',
         (ROOT / "docs/style.css").read_text(),
