@@ -9,15 +9,15 @@ results. Processors round differently, so that a base model made anew differs a 
 
 import argparse
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from rlplus.cli import guarded
 from rlplus.common.commands import terminated_as_exit
 from rlplus.common.durable import claimed, locked
 from rlplus.compare import BASE, MARK, Comparison, Outcome, Results, Runner, load_comparison
-from rlplus.compare.comparing import collect, provenance, write
+from rlplus.compare.comparing import collect, made, provenance
 from rlplus.compare.config import best_rate
 from rlplus.compare.launches import Run
 
@@ -90,29 +90,29 @@ def _from_the_first(run: Run) -> list[Run]:
 def go_on(comparison: Path, known: Path, output: Path, **options: Any) -> Results:
     """Make what the results in `known` lack; write all, also when a run fails or a signal ends it."""
     found = load_comparison(comparison)
-    folder = claimed(output, MARK, "comparison")
-    runner = Continued(Results.load(known), found, comparison.parent / found.run, folder, **options)
+    runner = Continued(Results.load(known), found, comparison.parent / found.run, output, **options)
     runner.check()
-    with terminated_as_exit(), locked(folder / MARK, f"another process makes runs in {folder}"):
-        try:
-            runner.make()
-        except BaseException:
-            with suppress(Exception):  # the first error is the one to show
-                write(runner.results(), folder, comparison.stem)
-            raise
-        return write(runner.results(), folder, comparison.stem)
+    mark = claimed(output, MARK, "comparison") / MARK
+    with terminated_as_exit(), locked(mark, f"another process makes runs in {output}"):
+        return made(runner, runner.results, comparison.stem)
 
 
-def main() -> None:
-    """Go on, and say how many runs there are."""
+def main() -> int:
+    """Go on, and say how many runs there are; -> the exit status, as of rlplus' commands."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("comparison", type=Path)
     parser.add_argument("results", type=Path, help="results.json of an earlier machine")
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time; default 1")
     given = parser.parse_args()
     output = Path("runs/compare") / given.comparison.stem
-    print(f"{len(go_on(given.comparison, given.results, output, jobs=given.jobs).outcomes)} runs, in {output}")
+
+    def go() -> None:
+        if given.jobs < 1:
+            raise ValueError(f"want --jobs at least 1; got {given.jobs}")
+        print(f"{len(go_on(given.comparison, given.results, output, jobs=given.jobs).outcomes)} runs, in {output}")
+
+    return guarded("experiments.continued", go)
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

@@ -2,7 +2,7 @@
 
 import os
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
@@ -55,19 +55,24 @@ def run_comparison(
     if only_report:
         if not runner.finished():
             raise ValueError(f"want finished runs to report on; there are none in {folder}: leave out --report")
-        results = write(collect(comparison, runner, provenance()), folder, path.stem)
+        results = _write(collect(comparison, runner, provenance()), folder, path.stem)
     else:
         runner.check()
         refusal = f"another rlplus compare makes runs in {folder}: wait for its end, or choose another --output"
         with terminated_as_exit(), locked(folder / MARK, refusal):
-            try:
-                runner.make()
-            except BaseException:
-                with suppress(Exception):  # the first error is the one to show
-                    write(collect(comparison, runner, provenance()), folder, path.stem)
-                raise
-            results = write(collect(comparison, runner, provenance()), folder, path.stem)
+            results = made(runner, lambda: collect(comparison, runner, provenance()), path.stem)
     return _show(results, folder)
+
+
+def made(runner: Runner, collected: Callable[[], Results], title: str) -> Results:
+    """The results of all runs, which are made, and written however that ends."""
+    try:
+        runner.make()
+    except BaseException:
+        with suppress(Exception):  # the first error is the one to show
+            _write(collected(), runner.folder, title)
+        raise
+    return _write(collected(), runner.folder, title)
 
 
 def compare_past_runs(arguments: Sequence[str], output: Path, reference: str | None = None) -> Path:
@@ -77,7 +82,7 @@ def compare_past_runs(arguments: Sequence[str], output: Path, reference: str | N
     """
     results = results_of(arguments, reference, provenance())
     folder = claimed(output.expanduser(), MARK, "comparison")
-    page = _show(write(results, folder, folder.resolve().name), folder)
+    page = _show(_write(results, folder, folder.resolve().name), folder)
     Terminal(stderr=True).print(f"The methods differ in: {results.provenance['methods differ in']}")
     return page
 
@@ -107,7 +112,7 @@ def _length(runner: Runner, setting: str, method: str, rate: str) -> tuple[int, 
     return last["step"], last["generated_tokens"]
 
 
-def write(results: Results, folder: Path, title: str) -> Results:
+def _write(results: Results, folder: Path, title: str) -> Results:
     """Write results.json and index.html."""
     results.save(folder / "results.json")
     write_text(folder / "index.html", page_of(results, title))
