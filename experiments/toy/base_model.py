@@ -2,7 +2,8 @@
 
 It is trained in two phases. First it learns the scratchpad on hard problems, from correct examples, until it masters
 it. Then a mixture of sloppy data makes scratchpads rare and careless, teaches direct answers to easy problems, and only
-guesses as direct answers to hard ones: the skill exists, but sampling seldom shows it.
+guesses as direct answers to hard ones: the skill exists, but sampling seldom shows it. In both it can also learn to
+repeat a demonstration that stands before its problem, as a teacher that is shown one has to.
 """
 
 import json
@@ -10,6 +11,7 @@ import random
 import shutil
 from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass, field
+from operator import add
 from pathlib import Path
 from statistics import fmean
 
@@ -46,6 +48,7 @@ class ToyBase:
     falling: float = 0.6
     scratchpad_slip: float = 0.15
     answer_slip: float = 0.05
+    reads: bool = False  # whether it also learns to repeat a demonstration that stands before its problem
 
     __pydantic_config__ = ConfigDict(extra="forbid")
 
@@ -145,11 +148,14 @@ def train_base(
     columns = (TextColumn("[bold]base model[/] {task.description}"), BarColumn(bar_width=24), TimeElapsedColumn())
 
     def step(problems: list[Problem], responses: list[str], share_of_lr: float) -> float:
-        loss = response_loss(model, tokenizer, problems, responses)
+        prompts, shown = [each.prompt for each in problems], [each.demonstration for each in problems]
+        loss = total = response_loss(model, tokenizer, prompts, responses)
+        if base.reads:
+            total = loss + response_loss(model, tokenizer, [*map(add, shown, prompts)], shown)
         for group in optimizer.param_groups:
             group["lr"] = base.lr * share_of_lr
         optimizer.zero_grad()
-        loss.backward()
+        total.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         return loss.item()
@@ -187,12 +193,11 @@ def _sloppy(problem: Problem, share: float, base: ToyBase, rng: random.Random) -
 
 
 def response_loss(
-    model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerBase, problems: Sequence[Problem], responses: Sequence[str]
+    model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[str], responses: Sequence[str]
 ) -> Tensor:
     """Mean negative logprob of the tokens of the responses, end tokens included."""
-    prompts = tokenizer([problem.prompt for problem in problems]).input_ids
     rows = []
-    for prompt, response in zip(prompts, tokenizer(list(responses)).input_ids, strict=True):
+    for prompt, response in zip(tokenizer(list(prompts)).input_ids, tokenizer(list(responses)).input_ids, strict=True):
         rows.append((len(prompt), torch.tensor([*prompt, *response, tokenizer.eos_token_id])))
     rows.sort(key=lambda row: len(row[1]))
     total, count = torch.zeros(()), 0

@@ -145,16 +145,17 @@ def test_loss_is_the_mean_over_the_tokens_of_the_responses() -> None:
         ids = [*prompt, *tokenizer(response).input_ids, tokenizer.eos_token_id]
         logprob = model(torch.tensor([ids])).logits[0].log_softmax(-1)
         losses += [-logprob[i - 1, ids[i]] for i in range(len(prompt), len(ids))]
-    torch.testing.assert_close(response_loss(model, tokenizer, problems, responses), torch.stack(losses).mean())
+    prompts = [problem.prompt for problem in problems]
+    torch.testing.assert_close(response_loss(model, tokenizer, prompts, responses), torch.stack(losses).mean())
 
 
 def test_base_is_written_in_full_and_reused(tmp_path: Path, console: Console, monkeypatch: pytest.MonkeyPatch) -> None:
     shown: list[str] = []
     original = base_model.response_loss
 
-    def spy(model, tokenizer, problems, responses):  # type: ignore[no-untyped-def]
-        shown.extend(problem.prompt for problem in problems)
-        return original(model, tokenizer, problems, responses)
+    def spy(model, tokenizer, prompts, responses):  # type: ignore[no-untyped-def]
+        shown.extend(prompts)
+        return original(model, tokenizer, prompts, responses)
 
     monkeypatch.setattr(base_model, "response_loss", spy)
     folder = tmp_path / "base"
@@ -174,6 +175,26 @@ def test_base_is_written_in_full_and_reused(tmp_path: Path, console: Console, mo
     assert (folder / "model.safetensors").read_bytes() == before
     assert make_base(folder, QUICK, 1, held_out, console)
     assert (folder / "model.safetensors").read_bytes() != before
+
+
+def test_a_base_that_reads_is_shown_demonstrations_before_their_problems(
+    tmp_path: Path, console: Console, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[list[tuple[str, str]]] = []
+    original = base_model.response_loss
+
+    def spy(model, tokenizer, prompts, responses):  # type: ignore[no-untyped-def]
+        given.append(list(zip(prompts, responses, strict=True)))
+        return original(model, tokenizer, prompts, responses)
+
+    monkeypatch.setattr(base_model, "response_loss", spy)
+    make_base(tmp_path / "base", replace(QUICK, reads=True), 0, frozenset(), console)
+    plain, reading = given[::2], given[1::2]
+    assert len(plain) == len(reading) > QUICK.sloppy_steps
+    for asked, repeated in zip(plain, reading, strict=True):
+        for (prompt, _), (longer, response) in zip(asked, repeated, strict=True):
+            assert longer == response + prompt
+            assert response.startswith(";")
 
 
 def test_base_that_learns_nothing_is_an_error(tmp_path: Path, console: Console) -> None:
