@@ -83,8 +83,9 @@ class TrainConfig(Section):
     max_scratch_mb: Count | None = None
     """Scratch memory of the head, see rlplus.linear_policy_loss."""
     memory: Literal["fast", "least"] | None = None
-    """Memory or time of the head, see rlplus.linear_policy_loss. least needs 80 MB of scratch, for about a third more
-    time there; None: least on a GPU where max_scratch_mb is so small that it is the faster one."""
+    """Memory or time of the head, see rlplus.linear_policy_loss. least needs 80 MB of scratch, for a third more time
+    there on a CPU in fp32, and twice the time on an H200 in bf16; None: least on a GPU where max_scratch_mb is so small
+    that it is the faster one."""
     tuning: PathText | None = None
     """Tuning of the triton backend: a file of `rlplus-bench tune`, or auto, the one in its cache for this GPU and head;
     None: the defaults. A resumed run keeps the tuning of its start."""

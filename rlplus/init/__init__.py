@@ -49,7 +49,7 @@ COMMENTS = {
     "train.tokens_per_micro_batch": "tokens of one forward pass on a GPU",
     "train.zero_stage": "sharding over the GPUs: 1 optimizer state, 2 + gradients, 3 + weights",
     "train.offload_params": "the weights in host memory, from where each pass fetches them: slow",
-    "train.memory": "least memory in the head, for about a third more time there",
+    "train.memory": "least memory in the head, for up to twice the time there",
 }
 BOXED = "Please reason step by step, and put your final answer within \\boxed{}."
 

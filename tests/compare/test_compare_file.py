@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+import yaml
 from comparisons import EXPERIMENTS, FILE, written
 
 from rlplus.cli.compare import _names
@@ -118,6 +119,16 @@ def test_a_function_that_cannot_be_called_is_refused_before_anything_is_made(
     data["settings"]["one"] |= change
     with pytest.raises(ValueError, match=message):
         run_comparison(written(tmp_path, data), tmp_path / "out")
+    assert [each.name for each in (tmp_path / "out").iterdir()] == [MARK]
+
+
+def test_runs_without_problems_to_evaluate_on_are_refused_before_anything_is_made(tmp_path: Path) -> None:
+    run = yaml.safe_load((EXPERIMENTS / "demo.yaml").read_text())
+    del run["evaluation"]
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(run))
+    message = r"seed 0: want evaluation\.data, the problems to evaluate on; it has none"
+    with pytest.raises(ValueError, match=message):
+        run_comparison(tmp_path / "run.yaml", tmp_path / "out", presets=["grpo", "rlplus"], seeds=1)
     assert [each.name for each in (tmp_path / "out").iterdir()] == [MARK]
 
 
