@@ -205,7 +205,7 @@ def _filters(draft: Draft) -> None:
     if draft.get("algorithm.filter_groups.enable"):
         draft.set("algorithm.refill.max_draws", most or 1000, "algorithm.filter_groups.max_num_gen_batches")
         if draft.given("data.gen_batch_size"):
-            draft.lose("data.gen_batch_size", "a draw has as many prompts as groups are missing")
+            draft.lose("data.gen_batch_size", "a draw has as many prompts as a step")
     for part in ("reward_model.overlong_buffer.", "reward.reward_kwargs.overlong_buffer_cfg."):
         on, factor = (draft.get(f"{part}{name}") for name in ("enable", "penalty_factor"))
         if not on:

@@ -185,11 +185,12 @@ class RLPlusGRPOTrainer(GRPOTrainer):
     """GRPOTrainer with RL-PLUS: demonstrations in the groups, and loss and gradient in one pass of three GEMMs.
 
     objective: a preset's name, or an `rlplus.Objective`: the loss in the place of TRL's. beta, use_bias_correction_kl
-    and entropy_coef are the GRPOConfig's in any case, its loss_type says what a token's loss is divided by (dapo all
-    tokens, grpo the sequence's length, dr_grpo max_completion_length, luspo nothing), and importance_sampling_level,
-    top_entropy_quantile and off_policy_mask_threshold apply to sampled tokens. With one of these three, logprobs are
-    computed first: four products with the head in the place of three. None: TRL's own loss of sampled tokens, with all
-    of its options and metrics, on the fused operation's logprobs, and RL-PLUS's of demonstrated ones.
+    and entropy_coef are the GRPOConfig's, and must be the objective's where it has any. loss_type says what a token's
+    loss is divided by (dapo all tokens, grpo the sequence's length, dr_grpo max_completion_length, luspo nothing), and
+    importance_sampling_level, top_entropy_quantile and off_policy_mask_threshold apply to sampled tokens. With one of
+    these three, logprobs are computed first: four products with the head in the place of three. None: TRL's own loss of
+    sampled tokens, with all of its options and metrics, on the fused operation's logprobs, and RL-PLUS's of
+    demonstrated ones.
 
     demonstration_column: a column of the dataset with one correct response per prompt, a text, or None for none. In
     training it replaces the last completion of its prompt's group, with an end-of-sequence token behind it: graded by
