@@ -1,7 +1,8 @@
 """Which differences of a comparison on the toy task are more than chance: `python -m experiments.significance RESULTS`.
 
 For each setting the methods' mean pass@1, the share of seeds that find the skill, and the difference from the reference
-with a permutation test over the seeds, corrected by Holm for all differences of the study.
+with a permutation test over the seeds, corrected by Holm for all differences of the study. Pass@1 is over all problems,
+or, with --set, over those of a test set.
 """
 
 import argparse
@@ -14,9 +15,12 @@ import numpy as np
 
 from rlplus.compare import BASE, Outcome, Results
 from rlplus.compare.config import Study
+from rlplus.evaluation import Evaluation
+from rlplus.report.tables import percent
 
 TRAINED = "trained"  # the test set of problems like those trained on; every second one is hard
 FOUND = 0.5  # a run whose pass@1 on its hard problems is at least this has found the skill
+LEVEL = 0.05  # of the corrected p of a significant difference
 MOST_SEEDS = 20  # all patterns of their signs are counted
 
 
@@ -32,17 +36,20 @@ class Row:
     p: float | None
 
 
-def rows_of(results: Results, title: str) -> list[Row]:
-    """The methods of a study in each setting, after the base. ValueError if one has not finished on all seeds."""
+def rows_of(results: Results, title: str, only: str | None = None) -> list[Row]:
+    """The methods of a study in each setting, after the base. only: a test set; None = all problems.
+
+    ValueError if a method has not finished on all seeds, or without such a test set.
+    """
     study = results.comparison.studies[title]
     rows: list[Row] = []
     raw: list[float | None] = []
     for setting in study.settings:
         runs = {method: _finished(results, study, setting, method) for method in dict.fromkeys((BASE, *study.methods))}
-        against = np.array([right_samples(one) for one in runs[study.compared_with]])
+        against = np.array([right_samples(one, only) for one in runs[study.compared_with]])
         for method, outcomes in runs.items():
-            right = np.array([right_samples(one) for one in outcomes])
-            samples = sum(sum(one.n) for one in outcomes[0].results.values())
+            right = np.array([right_samples(one, only) for one in outcomes])
+            samples = sum(sum(one.n) for one in counted(outcomes[0], only))
             found = float(np.mean([finds_the_skill(one) for one in outcomes]))
             mean, difference = right.mean() / samples, (right - against).mean() / samples
             rows.append(Row(setting, method, mean, found, difference, None))
@@ -59,9 +66,18 @@ def _finished(results: Results, study: Study, setting: str, method: str) -> list
     return [outcomes[seed] for seed in study.seed_numbers]
 
 
-def right_samples(outcome: Outcome) -> int:
-    """The number of right samples over all test sets."""
-    return sum(sum(one.correct) for one in outcome.results.values())
+def counted(outcome: Outcome, only: str | None = None) -> list[Evaluation]:
+    """The evaluation on a test set, or on all."""
+    if only is None:
+        return [*outcome.results.values()]
+    if only not in outcome.results:
+        raise ValueError(f"want one of the test sets {', '.join(outcome.results)}; got {only}")
+    return [outcome.results[only]]
+
+
+def right_samples(outcome: Outcome, only: str | None = None) -> int:
+    """The number of right samples on a test set, or on all."""
+    return sum(sum(one.correct) for one in counted(outcome, only))
 
 
 def finds_the_skill(outcome: Outcome) -> bool:
@@ -92,9 +108,9 @@ def table(rows: Sequence[Row]) -> list[str]:
     """The rows as lines of a Markdown table, in percent and points."""
     lines = ["| setting | method | pass@1 | finds the skill | difference | p |", "|---|---|---|---|---|---|"]
     for row in rows:
-        difference = f"{100 * row.difference:+.1f}".replace("-", "−")
         p = "" if row.p is None else f"{row.p:.4f}"
-        cells = (row.setting, row.method, f"{100 * row.pass_at_1:.1f}", f"{100 * row.found:.0f} %", difference, p)
+        numbers = (percent(row.pass_at_1), f"{100 * row.found:.0f} %", percent(row.difference, "+"))
+        cells = (row.setting, row.method, *numbers, p)
         lines.append(f"| {' | '.join(cells)} |")
     return lines
 
@@ -103,10 +119,12 @@ def main() -> None:
     """Print the table of each study."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("results", type=Path, help="results.json of `rlplus compare`")
-    results = Results.load(parser.parse_args().results)
+    parser.add_argument("--set", metavar="NAME", help="a test set, such as subtraction; without, all problems")
+    args = parser.parse_args()
+    results = Results.load(args.results)
     for title, study in results.comparison.studies.items():
-        print(f"{title}, compared with {study.compared_with}, {study.seeds} seeds:\n")
-        print("\n".join(table(rows_of(results, title))))
+        print(f"{title}, compared with {study.compared_with}, {study.seeds} seeds, {args.set or 'all problems'}:\n")
+        print("\n".join(table(rows_of(results, title, args.set))))
 
 
 if __name__ == "__main__":

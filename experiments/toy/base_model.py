@@ -3,7 +3,7 @@
 It is trained in two phases. First it learns the scratchpad on hard problems, from correct examples, until it masters
 it. Then a mixture of sloppy data makes scratchpads rare and careless, teaches direct answers to easy problems, and only
 guesses as direct answers to hard ones: the skill exists, but sampling seldom shows it. In both it can also learn to
-repeat a demonstration that stands before its problem, as a teacher that is shown one has to.
+repeat a response that stands before its problem, right or wrong, as a teacher that is shown one has to.
 """
 
 import json
@@ -48,7 +48,7 @@ class ToyBase:
     falling: float = 0.6
     scratchpad_slip: float = 0.15
     answer_slip: float = 0.05
-    reads: bool = False  # whether it also learns to repeat a demonstration that stands before its problem
+    reads: bool = False  # whether it also learns to repeat a response that stands before its problem
 
     __pydantic_config__ = ConfigDict(extra="forbid")
 
@@ -142,15 +142,16 @@ def train_base(
     console: Console,
 ) -> None:
     """Supervised training in plain torch; a batch has problems of one kind."""
-    rng, task = random.Random(seed), base.task
+    rng, reader, task = random.Random(seed), random.Random(f"reads {seed}"), base.task
     hard = [kind for kind in task.kinds if kind[1] > EASY]
     optimizer = torch.optim.AdamW(model.parameters(), lr=base.lr, betas=(0.9, 0.98), weight_decay=0.01)
     columns = (TextColumn("[bold]base model[/] {task.description}"), BarColumn(bar_width=24), TimeElapsedColumn())
 
     def step(problems: list[Problem], responses: list[str], share_of_lr: float) -> float:
-        prompts, shown = [each.prompt for each in problems], [each.demonstration for each in problems]
+        prompts = [problem.prompt for problem in problems]
         loss = total = response_loss(model, tokenizer, prompts, responses)
         if base.reads:
+            shown = [_to_be_read(problem, reader) for problem in problems]
             total = loss + response_loss(model, tokenizer, [*map(add, shown, prompts)], shown)
         for group in optimizer.param_groups:
             group["lr"] = base.lr * share_of_lr
@@ -190,6 +191,12 @@ def _sloppy(problem: Problem, share: float, base: ToyBase, rng: random.Random) -
     if rng.random() < share:
         return scratchpad(problem.running_sums(rng, base.scratchpad_slip))
     return ANSWER + blur(problem.answer, rng, 1.0 if problem.hard else base.answer_slip)
+
+
+def _to_be_read(problem: Problem, rng: random.Random) -> str:
+    """A response, half of whose digits are drawn anew, so that it cannot be had from the problem."""
+    sums = [blur(each, rng, 0.5) for each in problem.running_sums()]
+    return scratchpad(sums) if rng.random() < 0.5 else ANSWER + sums[-1]
 
 
 def response_loss(

@@ -129,7 +129,8 @@ class Runner:
                 raise ValueError(f"settings.{name}: {error}") from error
         for run in reported:
             if self.config_of(run).evaluation.data is None:
-                raise ValueError(f"{run.title}: want evaluation.data, the problems to evaluate on; it has none")
+                wanted = "evaluation.data or evaluation.benchmarks, the problems to evaluate on"
+                raise ValueError(f"{run.title}: want {wanted}; got neither")
         if (search := self.comparison.search) is not None:
             for setting, method in self._searches(reported):
                 self.config_of(self.chain(setting, search.seed, method, search.rates[:1])[-1])

@@ -126,7 +126,7 @@ def test_runs_without_problems_to_evaluate_on_are_refused_before_anything_is_mad
     run = yaml.safe_load((EXPERIMENTS / "demo.yaml").read_text())
     del run["evaluation"]
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(run))
-    message = r"seed 0: want evaluation\.data, the problems to evaluate on; it has none"
+    message = r"seed 0: want evaluation\.data or evaluation\.benchmarks, the problems to evaluate on; got neither"
     with pytest.raises(ValueError, match=message):
         run_comparison(tmp_path / "run.yaml", tmp_path / "out", presets=["grpo", "rlplus"], seeds=1)
     assert [each.name for each in (tmp_path / "out").iterdir()] == [MARK]
@@ -227,6 +227,33 @@ def test_the_comparison_of_demonstrations_is_as_it_was_fixed(tmp_path: Path) -> 
     for method in study.methods:
         train = runner.config_of(runner.chain("few exact", 100, method)[-1]).train
         assert (train.prompts_per_step, train.prompts_per_update, train.generated_tokens) == (32, 16, 200_000)
+
+
+def test_the_comparison_of_self_distillation_is_as_it_was_fixed(tmp_path: Path) -> None:
+    """By docs/decisions/158, written before its runs."""
+    path = EXPERIMENTS / "compare/distillation.yaml"
+    comparison = load_comparison(path)
+    runner, search = Runner(comparison, path.parent / comparison.run, tmp_path), comparison.search
+    runner.check()
+    assert search is not None
+    assert (search.rates, search.seed_numbers, search.share) == ([3e-4, 1e-3, 3e-3], range(1000, 1002), 1.0)
+    families = [(study.compared_with, study.methods, study.settings) for study in comparison.studies.values()]
+    assert families == [
+        (BASE, ["OPSD", "SDFT"], ["exact", "noisy"]),
+        ("SFT", ["SFT", "RL-PLUS", "OPSD", "SDFT"], ["exact", "noisy"]),
+        ("GRPO", ["GRPO", "SDPO"], ["exact"]),
+    ]
+    for study in comparison.studies.values():
+        assert study.seed_numbers == range(10)
+        for method in study.methods:
+            config = runner.config_of(runner.chain("exact", 0, method)[-1])
+            tokens, length = (None, 192 * 64) if method == "SFT" else (200_000, 1000 * 32)
+            assert (config.train.generated_tokens, config.train.steps * config.train.prompts_per_step) == (
+                tokens,
+                length,
+            )
+            shown = getattr(config.algorithm.resolve().recipe, "template", None)
+            assert shown == ("{demonstration}{prompt}" if method in ("OPSD", "SDFT", "SDPO") else None)
 
 
 def test_every_search_of_the_comparison_for_a_gpu_has_a_configuration(tmp_path: Path) -> None:

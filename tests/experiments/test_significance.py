@@ -82,6 +82,11 @@ def test_rows_have_means_over_all_samples_and_the_share_of_seeds_that_solve_hard
     assert rows["two", "GRPO"].p == 1.0
     assert [rows["one", method].p for method in (BASE, "RL-PLUS")] == [None, None]
     assert table([grpo])[-1] == "| one | GRPO | 57.3 | 33 % | −28.7 | 0.0625 |"
+    (alone,) = (row for row in rows_of(results, "Methods", "trained") if (row.setting, row.method) == ("one", "GRPO"))
+    assert alone.pass_at_1 == pytest.approx((4 * 28 + 2 * 30) / 240)
+    assert alone.difference == pytest.approx(((28 * 4 + 30 * 2) / 6 - 38) / 40)
+    with pytest.raises(ValueError, match="want one of the test sets trained, subtraction; got lengths"):
+        rows_of(results, "Methods", "lengths")
     with pytest.raises(ValueError, match=r"want all seeds of GRPO in two; there are none of \[0, 1, 2, 3, 4, 5\]"):
         rows_of(
             Results(
