@@ -20,6 +20,7 @@ from docs import (
     what_fits,
 )
 from docs.configuration_keys import keys, table
+from experiments import significance
 from experiments.theory import __main__ as theory
 from rlplus.algorithm import ALGORITHMS, Algorithm
 from rlplus.compare import BASE, Results, load_comparison
@@ -209,6 +210,20 @@ def word_problems() -> str:
     return setting_table(results, results.comparison.studies, "words")
 
 
+def tested_by_permutation(name: str, title: str) -> str:
+    """pass@1, runs that find the skill, and the difference from the reference, bold if significant, by setting."""
+    results = Results.load(ROOT / f"experiments/compare/results/{name}.json")
+    study = results.comparison.studies[title]
+    cells: dict[str, list[str]] = {}
+    for row in significance.rows_of(results, title):
+        mean = f"{percent(row.pass_at_1)}; {round(row.found * study.seeds)}"
+        if row.p is not None:  # it was tested
+            points = percent(row.difference, "+")
+            mean += f"; **{points}**" if row.p < significance.LEVEL else f"; {points}"
+        cells.setdefault(row.method, []).append(mean)
+    return table(("method", *study.settings), ((method, *each) for method, each in cells.items()))
+
+
 def setting_table(results: Results, studies: dict[str, Study], setting: str) -> str:
     """% solved by each method that has finished on all seeds, in the order of the studies, and its difference."""
     rows: dict[str, tuple[str, ...]] = {}
@@ -299,6 +314,7 @@ PARTS: dict[str, dict[str, Callable[[], str]]] = {
         "one-rate-more": partial(settings_beside, "one-rate-more.json"),
         "comparisons": comparisons,
         "words": word_problems,
+        "demonstrations": partial(tested_by_permutation, "demonstrations", "Demonstrations"),
     },
     "docs/theory.md": {name: partial(theory.table, rows) for name, rows in theory.TABLES.items()},
 }

@@ -17,7 +17,11 @@ class Question:
     settings: tuple[str, ...]
 
 
+FEW_AND_MANY = ("few exact", "many exact", "few noisy", "many noisy")
+EXACT_AND_NOISY = ("few exact", "few noisy", "many exact", "many noisy")
 QUESTIONS = {
+    "scarcity": Question("demonstrations", "Demonstrations", FEW_AND_MANY),
+    "noise": Question("demonstrations", "Demonstrations", EXACT_AND_NOISY),
     "updates": Question(
         "updates", "Updates a step", ("one update a step", "two updates a step", "four updates a step")
     ),

@@ -20,7 +20,7 @@ from rlplus.report.tables import percent
 
 TRAINED = "trained"  # the test set of problems like those trained on; every second one is hard
 FOUND = 0.5  # a run whose pass@1 on its hard problems is at least this has found the skill
-LEVEL = 0.05  # of the corrected p of a significant difference
+LEVEL = 0.05  # a difference whose corrected p is below it is significant
 MOST_SEEDS = 20  # all patterns of their signs are counted
 
 

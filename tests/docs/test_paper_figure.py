@@ -15,7 +15,7 @@ SVG = "{http://www.w3.org/2000/svg}"
 SETTINGS = ("rare", "noisy", "foreign")
 
 
-def solved(files: dict[str, str], seeds: int) -> dict[tuple[str, str], float]:
+def solved(files: dict[str, str], seeds: range) -> dict[tuple[str, str], float]:
     """Mean share of right samples over the problems of all test sets, then over the seeds, by setting and method.
 
     files: the name of the results of each setting.
@@ -23,11 +23,11 @@ def solved(files: dict[str, str], seeds: int) -> dict[tuple[str, str], float]:
     shares: dict[tuple[str, str], dict[int, float]] = defaultdict(dict)
     for setting, file in files.items():
         results = json.loads((ROOT / f"experiments/compare/results/{file}.json").read_text())
-        for one in (one for one in results["outcomes"] if one["setting"] == setting and one["seed"] < seeds):
+        for one in (one for one in results["outcomes"] if one["setting"] == setting and one["seed"] in seeds):
             sets = one["results"].values()
             right = [c / n for each in sets for c, n in zip(each["correct"], each["n"], strict=True)]
             shares[setting, one["method"]][one["seed"]] = fmean(right)
-    return {key: fmean(each.values()) for key, each in shares.items() if len(each) == seeds}
+    return {key: fmean(each.values()) for key, each in shares.items() if len(each) == len(seeds)}
 
 
 def checked_points(name: str, wanted: dict[tuple[str, str], float]) -> set[tuple[str, str]]:
@@ -62,7 +62,7 @@ def checked_points(name: str, wanted: dict[tuple[str, str], float]) -> set[tuple
 
 
 def test_each_point_is_a_methods_mean_within_its_interval() -> None:
-    wanted = solved({setting: f"paper-{setting}" for setting in SETTINGS}, seeds=5)
+    wanted = solved({setting: f"paper-{setting}" for setting in SETTINGS}, range(5))
     drawn = checked_points("paper", wanted)
     assert drawn == wanted.keys()
     assert len(drawn) == 3 * 24
@@ -73,7 +73,8 @@ def test_the_figure_of_a_question_has_all_methods_of_its_study_at_each_level(nam
     question = QUESTIONS[name]
     comparison = json.loads((ROOT / f"experiments/compare/results/{question.results}.json").read_text())["comparison"]
     study = comparison["studies"][question.study]
-    wanted = solved(dict.fromkeys(question.settings, question.results), study["seeds"])
+    seeds = range(study["first_seed"], study["first_seed"] + study["seeds"])
+    wanted = solved(dict.fromkeys(question.settings, question.results), seeds)
     drawn = checked_points(name, wanted)
     assert drawn == {(setting, method) for setting in question.settings for method in ("Base", *study["methods"])}
     assert set(question.settings) <= set(study["settings"])

@@ -16,7 +16,7 @@ from rlplus.trainer import train
 SKILLED = ToyBase(first_share=1.0, scratchpad_share=1.0, scratchpad_slip=0.0)  # it always uses its scratchpad
 UNSKILLED = ToyBase(scratchpad_share=0.05, reads=True)
 DIRECT = 7  # tokens of an answer alone; a scratchpad has 13 for two numbers and 31 for five
-EASY_SHARE = 0.75  # of the problems to train on; hard ones are right by chance once in 1024 times
+EASY_SHARE = 0.75  # among the problems to train on; hard ones are right by chance once in 1024 times
 
 
 @pytest.fixture(scope="module")
