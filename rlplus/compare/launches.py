@@ -129,8 +129,8 @@ class Runner:
                 raise ValueError(f"settings.{name}: {error}") from error
         for run in reported:
             if self.config_of(run).evaluation.data is None:
-                wanted = "evaluation.data or evaluation.benchmarks, the problems to evaluate on"
-                raise ValueError(f"{run.title}: want {wanted}; got neither")
+                problems = "evaluation.data or evaluation.benchmarks, the problems to evaluate on"
+                raise ValueError(f"{run.title}: want {problems}; got neither")
         if (search := self.comparison.search) is not None:
             for setting, method in self._searches(reported):
                 self.config_of(self.chain(setting, search.seed, method, search.rates[:1])[-1])
