@@ -29,6 +29,7 @@ from rlplus.learner.pretrained import write_model
 from rlplus.rollout import RunFailed
 
 NOTE = "base.json"  # marks the folder of a finished base model
+MOST_READ = 7  # numbers of a problem that fits the positions with a response before and behind it
 WINDOW = 8  # batches of hard problems over which the loss of phase 1 is averaged
 
 
@@ -59,6 +60,8 @@ class ToyBase:
         for name in ("hidden", "batch", "lr", "max_clean_steps", "sloppy_steps", "falling"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"want {name} above 0; got {getattr(self, name)}")
+        if self.reads and self.task.hard > MOST_READ:
+            raise ValueError(f"want at most {MOST_READ} numbers with reads; got {self.task.hard}")
 
 
 def make_base(

@@ -110,6 +110,7 @@ def test_a_search_without_a_configuration_is_refused_before_anything_is_made(
         ({"options": {"base": {"scratchpad_share": 15}}}, "options.base: want scratchpad_share a probability; got 15"),
         ({"options": {"base": {"seed": 3}}}, "options.base.seed: Unexpected keyword"),  # the seeds are the studies'
         ({"options": {"base": {"batch": 0.5}}}, "options.base.batch: want a valid integer"),
+        ({"options": {"base": {"reads": True, "task": {"hard": 8}}}}, "want at most 7 numbers with reads; got 8"),
     ],
 )
 def test_a_function_that_cannot_be_called_is_refused_before_anything_is_made(
