@@ -1,6 +1,6 @@
 """Everything to do on a GPU that is lent for a quarter of an hour: bench/gpu.sh [--cpu] [FOLDER] [STEP...]
 
-Steps, in this order: selfcheck bench training distill tests tune tuned kernels sanitize. A call ends within ten
+Steps, in this order: selfcheck bench training distill tests runs tune tuned kernels sanitize. A call ends within ten
 minutes, all calls together take at most 13 of running time; a call goes on where the last one with this FOLDER
 (default: gpu-results) stopped. Exit status: 0 all passed, 1 something failed, 75 not finished: run the same command
 again. A refused self-check stops everything. STEPs that are named run again, whatever earlier calls found.
@@ -30,7 +30,7 @@ TOTAL_S = 780.0
 LEAST_S = 20.0  # no part begins with less left
 GRACE_S = 10.0  # a process that is asked to end has this long before it is killed
 UNFINISHED = 75
-STEPS = ("selfcheck", "bench", "training", "distill", "tests", "tune", "tuned", "kernels", "sanitize")
+STEPS = ("selfcheck", "bench", "training", "distill", "tests", "runs", "tune", "tuned", "kernels", "sanitize")
 LOG, STATE = "log.txt", "state.json"
 
 ENVIRONMENT = """
@@ -90,13 +90,14 @@ def parts(folder: Path, cpu: bool) -> list[Part]:
         distill = ["--tokens", "16", "--hidden", "32", "--vocabulary", "300", "--rounds", "1"]
     trainer = "" if find_spec("deepspeed") else "deepspeed is not installed"
     training = [python, "-m", "experiments.measured_run", str(folder / "training.json"), *tiny]
-    test_gpu, kernels = tests(cpu)
+    test_gpu, runs, kernels = tests(cpu, trainer)
     return [
         Part("selfcheck", "selfcheck", 120, [python, "-c", SELFCHECK]),
         Part("bench", "bench", 300, [*bench, "--suite", "gpu", *tiny]),
         Part("training", "training", 240, training, skip=trainer),
         Part("distill", "distill", 60, [python, "-m", "bench.distill", *distill]),
         test_gpu,
+        runs,
         Part("tune", "tune", 180, [python, "-m", "bench", "tune", *head, "--output", tuning]),
         Part("tuned", "tuned", 70, [*bench, "--suite", "tuned", "--tuning", tuning, *tiny], needs="tune"),
         kernels,
@@ -104,7 +105,8 @@ def parts(folder: Path, cpu: bool) -> list[Part]:
     ]
 
 
-def tests(cpu: bool) -> tuple[Part, Part]:
+def tests(cpu: bool, trainer: str) -> tuple[Part, Part, Part]:
+    """trainer: the reason why nothing can be trained here."""
     pytest = [sys.executable, "-m", "pytest", "-q", "--durations=10", "-p", "no:cacheprovider"]
     if not cpu:
         pytest += ["-n", "10"] if find_spec("xdist") else []
@@ -118,9 +120,11 @@ def tests(cpu: bool) -> tuple[Part, Part]:
     )
     kernels = [*(f"tests/kernels/{name}.py" for name in files), "tests/loss/test_exponentials.py"]
     # The rehearsal imports all of them, including the GPU tests.
+    skip = "needs a GPU" if cpu else ""
     chosen = ["tests/kernels/test_gpu.py", *kernels, "-k", "test_gemm_kernel and same_inputs"] if cpu else kernels
     return (
-        Part("test_gpu", "tests", 150, [*pytest, "tests/kernels/test_gpu.py"], skip="needs a GPU" if cpu else ""),
+        Part("test_gpu", "tests", 150, [*pytest, "tests/kernels/test_gpu.py"], skip=skip),
+        Part("runs", "runs", 150, [*pytest, "tests/trainer/test_runs_on_a_gpu.py"], skip=skip or trainer),
         Part("kernels", "kernels", 150, [*pytest, *chosen]),
     )
 

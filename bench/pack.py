@@ -19,7 +19,7 @@ from .machine import PACK, package_root, revision
 SMALL = ("liger-kernel", "cut-cross-entropy", "trl", "verl")
 TRAINER = (
     "pydantic", "pydantic-core", "annotated-types", "typing-inspection", "hjson", "math-verify",
-    "latex2sympy2-extended", "antlr4-python3-runtime",
+    "latex2sympy2-extended", "antlr4-python3-runtime", "peft",
 )  # fmt: skip
 DEEPSPEED = "deepspeed>=0.19.8,<0.20"  # published as sources, in which nothing is compiled
 LIMIT_MB = 50  # size of the files there, which travel with a source tree of 10 MB

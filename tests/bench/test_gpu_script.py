@@ -26,7 +26,7 @@ from rlplus.loss import tuning
 from rlplus.loss.verdicts import versions
 
 ROOT = Path(__file__).parents[2]
-PARTS = ["selfcheck", "bench", "training", "distill", "test_gpu", "tune", "tuned", "kernels"]
+PARTS = ["selfcheck", "bench", "training", "distill", "test_gpu", "runs", "tune", "tuned", "kernels"]
 PARTS += ["sanitizer", "memcheck", "racecheck"]
 
 
@@ -105,6 +105,7 @@ def test_a_part_that_fails_leaves_the_others_but_those_that_need_it(lent: Callab
     found = [line for line in here.summary() if not line.startswith("    ")]
     assert found[4:-1] == [
         "test_gpu: FAILED: stopped after 150 s",
+        "runs: passed in 10 s",
         "tune: FAILED: status 2 after 10 s",
         "tuned: skipped, tune did not pass",
         "kernels: passed in 10 s",
@@ -175,7 +176,7 @@ def test_a_process_that_takes_too_long_is_ended_with_its_children(tmp_path: Path
 def test_wrong_steps(capsys: pytest.CaptureFixture) -> None:
     assert gpu.main(["somewhere", "benhc"]) == 2
     assert (
-        "want steps among selfcheck, bench, training, distill, tests, tune, tuned, kernels, sanitize; got 'benhc'"
+        "want steps among selfcheck, bench, training, distill, tests, runs, tune, tuned, kernels, sanitize; got 'benhc'"
         in capsys.readouterr().err
     )
 
