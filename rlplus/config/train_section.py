@@ -71,8 +71,8 @@ class TrainConfig(Section):
     """torch.compile the model's layers."""
     deterministic: bool = False
     """Forward and backward passes of updates by torch's deterministic algorithms, and flash-attn's, for the same bits
-    again on a GPU, where it has not run yet; takes longer. An operation of torch that has none is an error; kernels of
-    other packages are not looked at."""
+    again on a GPU; takes longer. An operation of torch that has none is an error; kernels of other packages are not
+    looked at."""
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0  # numpy's range of seeds
     """Seed of the data's order, of sampling and of new weights."""
     deepspeed: dict[str, Any] = {}

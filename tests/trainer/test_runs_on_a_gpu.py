@@ -24,4 +24,5 @@ def test_a_run_verifies_and_resumes_with_the_same_bits(
     teacher = make_teacher(tmp_path)
     write_mixture(tmp_path / "mixture")
     write_task(tmp_path)
-    check(tmp_path, sections(name, teacher), backend="triton", deterministic=True)
+    (own := tmp_path / "run").mkdir()
+    check(own, sections(name, teacher), backend="triton", deterministic=True)
