@@ -1,4 +1,4 @@
-"""Add to a run's data the logprobs of the demonstrations under the model that wrote them.
+"""Add to a run's data the logprobs of the demonstrations under their author, or a teacher's likeliest tokens.
 
     python examples/score_demonstrations.py run.yaml --model DEMONSTRATOR --output scored.jsonl [section.key=value ...]
     rlplus train run.yaml data.path=scored.jsonl data.behavior_logprob=behavior_logprob
@@ -13,6 +13,12 @@ the same tokens: a used token with another meaning in the demonstrator's vocabul
 at which the demonstrator would not end. Prompts are the run's as well. If the demonstrator was prompted differently,
 set `model.chat_template=ITS_TEMPLATE` and other keys of `data`, as long as the demonstrations' tokens stay the same.
 `--temperature` is the one that the demonstrations were sampled at.
+
+With `--topk K` the model is a teacher, and the column has its K likeliest tokens at each place, for recipe `distill`:
+
+    python examples/score_demonstrations.py run.yaml --model TEACHER --topk 16 --output taught.jsonl
+    rlplus train run.yaml data.path=taught.jsonl data.teacher_topk=teacher_topk algorithm.preset=sft
+        "algorithm.recipe={name: distill, teacher_topk: 16}"
 """
 
 import argparse
@@ -30,13 +36,14 @@ try:
     from rlplus.common.terminal import counter
     from rlplus.config import Config, load_config
     from rlplus.data import Example, load_examples, load_tokenizer
-    from rlplus.data.examples import holds_several
+    from rlplus.data.demonstration_columns import holds_several
     from rlplus.data.row_files import Row, get_column, read_rows
     from rlplus.loss import head_of, linear_logprob
 except ModuleNotFoundError as missing:
     raise SystemExit(f'{missing.name} is not installed: pip install -e ".[train]"') from None
 
-COLUMN = "behavior_logprob"
+COLUMN, TOPK = "behavior_logprob", "teacher_topk"
+PLACES = 512  # whose logits are in memory at a time
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -46,27 +53,32 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--model", required=True, help="the demonstrator: a Hugging Face folder or hub name")
     parser.add_argument("--output", required=True, type=Path, help="JSONL file to write")
     parser.add_argument("--temperature", type=float, default=1.0, help="that demonstrations were sampled at; default 1")
+    parser.add_argument("--topk", type=int, default=0, help="likeliest tokens of a teacher, in place of logprobs")
     parser.add_argument("--tokens", type=int, default=16384, help="per forward pass, padding included")
     args = parser.parse_args(argv)
+    if args.topk and args.temperature != 1:
+        parser.error(f"want --temperature 1 with --topk: the run takes both models so; got {args.temperature:g}")
+    column_name, topk = (TOPK, args.topk) if args.topk else (COLUMN, 0)
     config = load_config(args.config, args.overrides)
     tokenizer = load_tokenizer(config.model)
-    data = config.data.model_copy(update={COLUMN: None})
+    data = config.data.model_copy(update={COLUMN: None, TOPK: None})
     examples, report = load_examples(data, tokenizer, max_demonstration_length=config.max_demonstration_length)
     print(report.summary())
     lm: PreTrainedModel = AutoModelForCausalLM.from_pretrained(args.model, dtype=getattr(torch, config.model.dtype))
     check_tokens(examples, tokenizer, AutoTokenizer.from_pretrained(args.model), lm)
     lm = lm.to("cuda" if torch.cuda.is_available() else "cpu").eval()
-    scored: dict[int, list[float]] = {}  # keys: places in `examples`
+    scored: dict[int, Any] = {}  # keys: places in `examples`
     with counter("demonstrations scored:") as progress:
         for batch in batches(examples, args.tokens):
-            scored |= zip(batch, score(lm, [examples[i] for i in batch], args.temperature), strict=True)
+            chosen = [examples[i] for i in batch]
+            scored |= zip(batch, score(lm, chosen, args.temperature, topk, len(tokenizer)), strict=True)
             progress(len(scored), report.demonstrations)
-    found: dict[int, list[list[float] | None]] = {}  # keys: rows
+    found: dict[int, list[Any]] = {}  # keys: rows
     for i, example in enumerate(examples):
         found.setdefault(example.index, []).append(scored.get(i))
     with args.output.open("w", encoding="utf-8") as file:
         for index, row in enumerate(rows(config)):
-            column = {COLUMN: found.get(index) if several(row, config) else found.get(index, [None])[0]}
+            column = {column_name: found.get(index) if several(row, config) else found.get(index, [None])[0]}
             file.write(json.dumps(row | column, ensure_ascii=False) + "\n")
     print(f"{len(scored)} demonstrations scored; written to {args.output}")
 
@@ -88,8 +100,8 @@ def check_tokens(
 
 
 @torch.no_grad()
-def score(lm: PreTrainedModel, batch: Sequence[Example], temperature: float) -> list[list[float]]:
-    """The logprobs, at most 0, of each demonstration's tokens."""
+def score(lm: PreTrainedModel, batch: Sequence[Example], temperature: float, topk: int, vocabulary: int) -> list[Any]:
+    """The logprobs, at most 0, of each demonstration's tokens; or the likeliest of the first `vocabulary` tokens."""
     head: Any = head_of(lm)
     sequences = [torch.tensor([*e.prompt, *(e.demonstration or ())], device=lm.device) for e in batch]
     ids = torch.nn.utils.rnn.pad_sequence(sequences, batch_first=True)
@@ -100,9 +112,26 @@ def score(lm: PreTrainedModel, batch: Sequence[Example], temperature: float) -> 
     for e, sequence, hidden in zip(batch, sequences, states, strict=True):
         start = len(e.prompt)
         predictors, target = hidden[start - 1 : len(sequence) - 1], sequence[start:]
+        if topk:
+            scored.append(likeliest(predictors, head, topk, vocabulary))
+            continue
         logprob, _ = linear_logprob(predictors, target=target, temperature=temperature, **head)
         scored.append(logprob.clamp(max=0.0).tolist())
     return scored
+
+
+def likeliest(hidden: torch.Tensor, head: dict[str, Any], k: int, vocabulary: int) -> dict[str, list[list[float]]]:
+    """The k likeliest tokens at each place and their logprobs; others that the head has rows for are no token."""
+    found: dict[str, list[list[float]]] = {"tokens": [], "logprobs": []}
+    weight, bias, cap = head["weight"][:vocabulary], head.get("bias"), head.get("logit_softcap")
+    for part in hidden.split(PLACES):
+        logits = torch.nn.functional.linear(part, weight, None if bias is None else bias[:vocabulary]).float()
+        logits *= head.get("logit_scale", 1.0)
+        logits = logits if cap is None else cap * (logits / cap).tanh()
+        logprobs, tokens = logits.log_softmax(1).topk(k)
+        found["tokens"] += tokens.tolist()
+        found["logprobs"] += logprobs.clamp(max=0.0).tolist()
+    return found
 
 
 def batches(examples: Sequence[Example], tokens: int) -> Iterator[list[int]]:

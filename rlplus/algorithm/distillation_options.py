@@ -43,13 +43,19 @@ class Distillation(RecipeOptions):
         return self
 
     @property
+    def teaches_demonstrations(self) -> bool:
+        """Whether its loss is also for tokens that the policy did not sample."""
+        return False
+
+    @property
     def own_loss(self) -> str:
         return "" if self.loss == "sampled" else self.loss
 
     def problems(self, config: Any) -> Iterator[str]:
         algorithm, train, rollout = config.algorithm.resolve(), config.train, config.rollout
-        if algorithm.demonstrates:
-            yield f"it does not train on demonstrations: want a preset without; got {config.algorithm.preset}"
+        if algorithm.demonstrates and not (self.teaches_demonstrations and config.algorithm.preset == "sft"):
+            others = ", or sft, whose demonstrations a frozen teacher judges by a divergence"
+            yield f"want a preset without demonstrations{others}; got {config.algorithm.preset}"
         if train.sequence_parallel > 1:
             yield f"it does not support train.sequence_parallel > 1; got {train.sequence_parallel}"
         if rollout.top_k:
@@ -68,7 +74,8 @@ class Distillation(RecipeOptions):
 class Distill(Distillation):
     """On-policy distillation: the policy's own responses, with a loss that says how far it is from a frozen teacher.
 
-    Rewards are measured, and not trained on. Both models are taken at rollout.temperature.
+    With preset sft the data's demonstrations take the place of responses. Rewards are measured, and not trained on.
+    Both models are taken at rollout.temperature.
     """
 
     name: Literal["distill"] = "distill"
@@ -78,15 +85,19 @@ class Distill(Distillation):
     """In place of teacher: a vLLM server of it on any machine, such as http://localhost:8001, started with
     vllm serve MODEL. It is asked about each step's responses once; the key in TEACHER_API_KEY is sent along."""
     teacher_topk: Annotated[int, Field(ge=1, le=1024)] = 16
-    """Number of the likeliest tokens at each place that a divergence has of the server's model, which is then one of
-    these tokens and all others as one. More than 16 want vllm serve --max-logprobs of 1.25 times as many."""
+    """Number of the likeliest tokens at each place that a divergence has of the server's model or of data.teacher_topk:
+    a token is then one of these, or any other. More than 16 want vllm serve --max-logprobs of 1.25 times as many."""
 
     @model_validator(mode="after")
     def _check_teacher(self) -> Self:
         topk = Distill.model_fields["teacher_topk"].default
-        if self.teacher_topk != topk and (self.teacher_url is None or not self.own_loss):
-            raise ValueError("teacher_topk belongs to teacher_url with a divergence")
+        if self.teacher_topk != topk and (self.teacher is not None or not self.own_loss):
+            raise ValueError("teacher_topk belongs to teacher_url or data.teacher_topk, with a divergence")
         return self
+
+    @property
+    def teaches_demonstrations(self) -> bool:
+        return bool(self.own_loss)
 
     @property
     def teacher_model(self) -> str | None:
@@ -98,18 +109,23 @@ class Distill(Distillation):
 
     @property
     def topk(self) -> int:
-        return self.teacher_topk if self.teacher_url is not None and self.own_loss else 0
+        return self.teacher_topk if self.teacher is None and self.own_loss else 0
 
     def problems(self, config: Any) -> Iterator[str]:
-        if (self.teacher is None) == (self.teacher_url is None):
-            got = "none" if self.teacher is None else "both"
-            one = "a Hugging Face folder or hub name, or teacher_url, the address of a server"
-            yield f"want algorithm.recipe.teacher, {one}; got {got}"
-        if self.teacher_url is not None and config.rollout.temperature != 1:
-            yield (
-                "a server tells logprobs at temperature 1: want rollout.temperature 1 with teacher_url; got "
-                f"{config.rollout.temperature:g}"
-            )
+        given = {
+            "teacher": self.teacher,
+            "teacher_url": self.teacher_url,
+            "data.teacher_topk": config.data.teacher_topk,
+        }
+        told = [name for name, value in given.items() if value is not None]
+        if len(told) != 1:
+            one = "a Hugging Face folder or hub name, or teacher_url, the address of a server, or data.teacher_topk"
+            yield f"want algorithm.recipe.teacher, {one}; got {' and '.join(told) or 'none'}"
+        if told != ["teacher"] and config.rollout.temperature != 1:
+            at = f"want rollout.temperature 1 with {' and '.join(told)}; got {config.rollout.temperature:g}"
+            yield f"a teacher's logprobs from elsewhere are at temperature 1: {at}"
+        if config.data.teacher_topk is not None and config.algorithm.preset != "sft":
+            yield f"data.teacher_topk is for demonstrations: want preset sft; got {config.algorithm.preset}"
         yield from super().problems(config)
 
 

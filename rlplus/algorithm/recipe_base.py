@@ -53,7 +53,7 @@ class RecipeOptions(Section):
 
     @property
     def topk(self) -> int:
-        """Number of the likeliest tokens that such a server tells for a loss of the recipe's own; 0 = none."""
+        """Number of a teacher's likeliest tokens, from such a server or the data, for a loss of its own; 0 = none."""
         return 0
 
     @property

@@ -46,6 +46,10 @@ class DataConfig(Section):
     text behind response_prefix, by the run's tokenizer, and the end token. A list of lists where there are several
     demonstrations. For algorithm.objective.external mis, omega and shaped; None = unknown.
     examples/score_demonstrations.py writes it."""
+    teacher_topk: Text | None = None
+    """Column with a teacher's likeliest tokens at each place of the demonstration, counted as for behavior_logprob: an
+    object {tokens, logprobs} of lists with k numbers per place, logprobs in nats at temperature 1. In the place of the
+    teacher of recipe distill; examples/score_demonstrations.py --topk writes it."""
     answer_pattern: Pattern | None = None
     """Regular expression with one group, searched in the answer column: the group is the answer."""
     demonstration_pattern: Pattern | None = None
@@ -94,7 +98,7 @@ class DataConfig(Section):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        names = ("demonstration_choice", "behavior_logprob", "demonstration_pattern")
+        names = ("demonstration_choice", "behavior_logprob", "teacher_topk", "demonstration_pattern")
         for name in (*names, "demonstration_template", "max_demonstration_length"):
             if self.demonstration is None and getattr(self, name) != type(self).model_fields[name].default:
                 raise ValueError(f"{name} is set but demonstration is not: name the column that holds them")

@@ -61,6 +61,11 @@ RULES: tuple[Rule, ...] = (
     ),
     ("rollout.vllm", lambda c: c.rollout.mode == "server", "a server's engine arguments belong to where you start it"),
     (
+        "data.teacher_topk",
+        lambda c: not c.algorithm.resolve().recipe.topk,
+        "the recipe distill reads it, with a divergence and no other teacher",
+    ),
+    (
         "rollout.transfer",
         lambda c: c.rollout.mode != "server",
         "it is the way of the weights to a server; other engines are on the trainer's machine",

@@ -2,16 +2,17 @@
 
 import json
 import re
-from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
-from math import inf, nan
+from math import nan
 from typing import Any
 
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from rlplus.config import DataConfig
+from rlplus.data.demonstration_columns import holds_several, logprobs, of_each, topk_pair
 from rlplus.data.load_report import LoadReport
 from rlplus.data.prompts import (
     RESPONSE_MARK,
@@ -35,6 +36,8 @@ class Example:
     represents. demonstration_reward: the demonstration's grade by the run's reward; NaN before. behavior_logprob: of
     each of the demonstration's tokens under its author; None if unknown. columns: the values of `data.columns`, by the
     last part of their names. teacher_prompt: token ids of a teacher's prompt, with the demonstration or RESPONSE_ID.
+    teacher_topk: a teacher's k likeliest tokens at each of the demonstration's places, and their logprobs, (T, k) int32
+    and float32.
     """
 
     index: int
@@ -47,6 +50,7 @@ class Example:
     behavior_logprob: Sequence[float] | None = None
     columns: Mapping[str, Any] = field(default_factory=dict)
     teacher_prompt: tuple[int, ...] | None = None
+    teacher_topk: tuple[Tensor, Tensor] | None = None
 
 
 @dataclass
@@ -60,6 +64,7 @@ class _Parsed:
     noted: str | None  # why there is no demonstration, or a note about it: the counter in LoadReport
     benchmark: str
     behavior_logprob: Any
+    teacher_topk: Any
     columns: Mapping[str, Any]
     teacher_prompt: Prompt | None
 
@@ -81,6 +86,7 @@ def read_examples(
     max_demonstration_length: int,
     teacher_template: str = "",
     shows_responses: bool = False,
+    topk: int = 0,
     layout: Callable[[Row], Row] | None = None,
     wanted: Callable[[str], bool] = lambda benchmark: True,
     section: str = "data",
@@ -88,6 +94,7 @@ def read_examples(
     """Read and tokenise the data; a row with several demonstrations gives an example for each, see `variants`.
 
     teacher_template: for `Example.teacher_prompt`; empty without. shows_responses: it shows a response.
+    topk: the numbers that each place of `teacher_topk` must have; 0 = any.
     layout: converts a row of a file, with all of its columns, into one that `config` describes. wanted: whether to read
     the rows of a benchmark; the others count for nothing. section: name of `config` in messages.
     A prompt string is tokenised with the tokenizer's default special tokens, chat messages through its template with
@@ -101,10 +108,8 @@ def read_examples(
     examples: list[Example] = []
     # One int object for each id: long demonstrations of a large data set would fill gigabytes with copies.
     shared: dict[int, int] = {}
-    rows, last = (
-        _naming_key(_parse_rows(config, layout, wanted, teacher_template, shows_responses), config, section),
-        -1,
-    )
+    parsed = _parse_rows(config, layout, wanted, teacher_template, shows_responses)
+    rows, last, sizes = _naming_key(parsed, config, section), -1, (len(tokenizer), topk)
     while chunk := list(islice(rows, CHUNK)):
         prompts = encode_prompts([(r.where, r.prompt, r.tools) for r in chunk], tokenizer, config.response_prefix)
         demonstrations = _encode_demonstrations(chunk, tokenizer)
@@ -140,7 +145,8 @@ def read_examples(
                     row.answer,
                     None if demonstration is None else tuple(map(shared.setdefault, demonstration, demonstration)),
                     row.benchmark,
-                    behavior_logprob=_behavior_logprob(config, row, demonstration),
+                    behavior_logprob=logprobs(config, row.where, row.behavior_logprob, demonstration),
+                    teacher_topk=topk_pair(config, row.where, row.teacher_topk, demonstration, sizes),
                     columns=row.columns,
                     teacher_prompt=None if demonstration is None and not shows_responses else teacher_prompt,
                 )
@@ -189,14 +195,17 @@ def _parse_rows(
                 pass
         further = {name.rpartition(".")[2]: _json_value(where, name, row) for name in config.columns}
         texts = _demonstrations(where, value)
-        for text, behavior in zip(texts, _behavior_logprobs(config, where, row, value, len(texts)), strict=True):
+        aligned = [
+            of_each(name, where, row, value, len(texts)) for name in (config.behavior_logprob, config.teacher_topk)
+        ]
+        for text, behavior, topk in zip(texts, *aligned, strict=True):
             demonstration, noted = _shaped(config, text, answer)
             shown = None
             told = RESPONSE_MARK if shows_responses else demonstration
             if teacher_template and told is not None:
                 shown = make_prompt(config, where, with_demonstration(question, teacher_template, told))
             yield _Parsed(
-                index, where, prompt, tools, answer, demonstration, noted, benchmark, behavior, further, shown
+                index, where, prompt, tools, answer, demonstration, noted, benchmark, behavior, topk, further, shown
             )
     if not demonstration_seen and row:
         assert config.demonstration is not None
@@ -253,11 +262,6 @@ def _answer(where: str, value: Any) -> str | None:
     raise ValueError(f"{where}: want the answer as a string or a number; got {value!r}")
 
 
-def holds_several(demonstration: Any) -> bool:
-    """Whether the column has several; a list of one dict is a chat message."""
-    return isinstance(demonstration, list) and not (len(demonstration) == 1 and isinstance(demonstration[0], dict))
-
-
 def _demonstrations(where: str, value: Any) -> list[str | None]:
     """The column's texts, at least one; None for a null or for white space."""
     if not holds_several(value):
@@ -286,41 +290,6 @@ def _shaped(config: DataConfig, text: str | None, answer: str | None) -> tuple[s
     if config.response_prefix is None:
         return demonstration, None
     return _after_prefix(demonstration, config.response_prefix)
-
-
-def _behavior_logprobs(config: DataConfig, where: str, row: Row, value: Any, count: int) -> list[Any]:
-    """The column's value for each of `count` demonstrations, given the `value` of the demonstration column."""
-    if config.behavior_logprob is None or value is None:
-        return [None] * count
-    found = _column(where, row, config.behavior_logprob)
-    if not holds_several(value) or not value:
-        return [found]
-    if found is None:
-        return [None] * count
-    if not isinstance(found, list) or len(found) != count:
-        came = f"{len(found)}" if isinstance(found, list) else str(found)[:80]
-        raise ValueError(
-            f"{where}: want {config.behavior_logprob!r} a list of {count} lists, one per demonstration; got {came}"
-        )
-    return found
-
-
-def _behavior_logprob(config: DataConfig, row: _Parsed, demonstration: Sequence[int] | None) -> Sequence[float] | None:
-    """The row's logprobs, as many as its demonstration's tokens; None without a demonstration or a column."""
-    if config.behavior_logprob is None or demonstration is None:
-        return None
-    values, tokens = row.behavior_logprob, len(demonstration)
-    wanted = (
-        f"{row.where}: want {config.behavior_logprob!r} a list of {tokens} logprobs, one per token of the demonstration"
-    )
-    if not isinstance(values, list):
-        raise ValueError(f"{wanted}; got {str(values)[:80]}")
-    if len(values) != tokens:
-        raise ValueError(f"{wanted} (the end token is one; response_prefix is none); got {len(values)}")
-    for place, value in enumerate(values):
-        if not isinstance(value, int | float) or isinstance(value, bool) or not -inf < value <= 0:
-            raise ValueError(f"{wanted}, finite and at most 0; got {value!r} at place {place}")
-    return array("f", values)
 
 
 def _encode_demonstrations(chunk: Sequence[_Parsed], tokenizer: PreTrainedTokenizerBase) -> list[list[int] | None]:

@@ -22,11 +22,12 @@ if TYPE_CHECKING:
         write_pretrained,
     )
     from rlplus.learner.prime_model import ProcessModel
-    from rlplus.learner.served_teacher import ServedTeacher
+    from rlplus.learner.served_teacher import GivenTeacher, ServedTeacher
     from rlplus.learner.teacher import SelfTeacher, Teacher, accumulate_divergence
     from rlplus.learner.value_model import ValueModel
 
 __all__ = [
+    "GivenTeacher",
     "Learner",
     "MovingAverage",
     "Optimization",
@@ -67,7 +68,7 @@ __getattr__, __dir__ = lazy_names(
             "write_pretrained",
         ),
         "prime_model": ("ProcessModel",),
-        "served_teacher": ("ServedTeacher",),
+        "served_teacher": ("GivenTeacher", "ServedTeacher"),
         "teacher": ("SelfTeacher", "Teacher", "accumulate_divergence"),
         "value_model": ("ValueModel",),
     },

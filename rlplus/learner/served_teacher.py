@@ -24,6 +24,25 @@ MALFORMED = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError
 Told = Mapping[str, Mapping[str, Any]]  # vLLM's of a place: by the number of a token its logprob and more
 
 
+def given_topk(batch: MicroBatch) -> dict[str, Any]:
+    """The teacher's arguments of `linear_divergence`. A rank's dummy, which counts for nothing, has any."""
+    if batch.teacher_topk is None:
+        assert not batch.token_weight.any(), "want samples with a teacher's tokens"
+        one = batch.target.new_zeros(len(batch.target), 1)
+        return {"teacher_topk": (one, one.float())}
+    return {"teacher_topk": batch.teacher_topk}
+
+
+class GivenTeacher:
+    """The teacher whose likeliest tokens are a column of the data, beside the demonstrations."""
+
+    name, fingerprint = "data.teacher_topk", None  # the data have one of their own
+
+    def head(self, batch: MicroBatch) -> dict[str, Any]:
+        """A `Teach` of the likeliest tokens."""
+        return given_topk(batch)
+
+
 class ServedTeacher:
     """The model of a server started with `vllm serve MODEL`, which each rank asks about its own samples.
 
@@ -78,12 +97,8 @@ class ServedTeacher:
             sample.teacher_topk = topk
 
     def head(self, batch: MicroBatch) -> dict[str, Any]:
-        """The teacher's arguments of `linear_divergence`. A rank's dummy, which counts for nothing, has any."""
-        if batch.teacher_topk is None:
-            assert not batch.token_weight.any(), "want samples that the teacher was shown"
-            one = batch.target.new_zeros(len(batch.target), 1)
-            return {"teacher_topk": (one, one.float())}
-        return {"teacher_topk": batch.teacher_topk}
+        """A `Teach` of the likeliest tokens."""
+        return given_topk(batch)
 
     def _asked(self, samples: Sequence[Sample]) -> list[tuple[Tensor, tuple[Tensor, Tensor]]]:
         """SharedFailure, on all ranks, if the server does not answer one of them, or not as vLLM does."""

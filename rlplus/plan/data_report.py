@@ -77,6 +77,7 @@ def plan_data(config: Config) -> DataPlan:
         max_demonstration_length=config.max_demonstration_length,
         teacher_template=recipe.demonstration_prompt,
         shows_responses=recipe.shows_responses,
+        topk=recipe.topk,
     )
     reports, reasons = {"data": report}, [report.refusal(config.data)]
     for key, section in config.evaluations_read.items():

@@ -189,7 +189,9 @@ def demonstration(example: Example, group: int) -> Sample:
     """The example's demonstration as a member of that group, with the reward that the grader gave it."""
     assert example.demonstration is not None, "want a demonstration to show"
     reward, behavior = example.demonstration_reward, example.behavior_logprob
-    return Sample(example.prompt, example.demonstration, group, True, False, None, reward, behavior_logprob=behavior)
+    sample = Sample(example.prompt, example.demonstration, group, True, False, None, reward, behavior_logprob=behavior)
+    sample.teacher_topk = example.teacher_topk
+    return sample
 
 
 def unsolved(batch: Batch, at_most: int) -> list[int]:

@@ -1,4 +1,4 @@
-"""On-policy distillation: rollouts of the policy, and a teacher in the place of rewards."""
+"""Distillation: rollouts of the policy or demonstrations, and a teacher in the place of rewards."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -9,7 +9,7 @@ from transformers import PretrainedConfig
 from rlplus.algorithm import Distill
 from rlplus.config import Config
 from rlplus.data import MicroBatch, per_token
-from rlplus.learner import SelfTeacher, ServedTeacher, Teacher, accumulate_divergence, by_sample
+from rlplus.learner import GivenTeacher, SelfTeacher, ServedTeacher, Teacher, accumulate_divergence, by_sample
 from rlplus.loss import PolicyLoss
 from rlplus.recipe.plain import Batch, Recipe, Update
 
@@ -18,11 +18,11 @@ class DistillRecipe(Recipe):
     """A divergence from the teacher is the loss, or the teacher's logprobs give each sampled token its advantage.
 
     GKD (arXiv 2306.13649) with student data only has the first, Thinking Machines' on-policy distillation the second.
-    The teacher is a frozen model, here or on a server.
+    The teacher is a frozen model, here or on a server; or its likeliest tokens are in the data.
     """
 
     options: Distill
-    teacher: Teacher | ServedTeacher | SelfTeacher
+    teacher: Teacher | ServedTeacher | GivenTeacher | SelfTeacher
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
@@ -33,8 +33,8 @@ class DistillRecipe(Recipe):
         if options.teacher_url is not None:
             self.teacher = ServedTeacher(options.teacher_url, options.topk, self.policy, model_path)
             return
-        assert options.teacher is not None, "want a checked configuration"
-        self.teacher = Teacher(options.teacher, self.policy, model_path)
+        frozen = options.teacher
+        self.teacher = GivenTeacher() if frozen is None else Teacher(frozen, self.policy, model_path)
 
     def credit(self, batch: Batch) -> None:
         """Advantages of sampled tokens, log p_teacher - log p; with a divergence every token counts alike, 1."""
@@ -46,6 +46,7 @@ class DistillRecipe(Recipe):
                 self.teacher.show(batch.samples)
             return
         samples, policy = batch.samples, self.policy
+        assert not isinstance(self.teacher, GivenTeacher), "want a checked configuration"
 
         def asked(compute: Callable[[MicroBatch], Tensor]) -> list[Tensor]:
             return by_sample(samples, compute, self.config, self.pad_id, policy.device)

@@ -157,6 +157,8 @@ def fingerprint(examples: Sequence[Example]) -> str:
             digest.update(array("q", [len(tokens), *tokens]).tobytes())
         digest.update(example.answer.encode() + b"\0")
         digest.update(array("f", example.behavior_logprob or ()).tobytes())
+        for part in example.teacher_topk or ():
+            digest.update(part.numpy().tobytes())
         if example.columns:
             digest.update(repr(example.columns).encode())
     return digest.hexdigest()

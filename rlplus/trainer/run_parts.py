@@ -167,6 +167,7 @@ def _load_data(
         max_demonstration_length=config.max_demonstration_length,
         teacher_template=recipe.demonstration_prompt,
         shows_responses=recipe.shows_responses,
+        topk=recipe.topk,
     )
     folder.set_inputs(weights, examples)
     selected = select_prompts(config, examples, scorer, decode, folder.state.get("verdicts", []))

@@ -126,7 +126,7 @@ class Step:
     def _learners(self) -> AbstractContextManager[None]:
         """The phase "learners", if the recipe asks models that the advantages or the loss come from."""
         options = self.run.recipe.options
-        asks = options.own_advantages and (not options.own_loss or options.topk)
+        asks = options.own_advantages and (not options.own_loss or options.teacher_server is not None)
         return self.tally.time("learners") if asks else nullcontext()
 
     def pack(self, update: Update) -> Work:

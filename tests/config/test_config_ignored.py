@@ -14,6 +14,7 @@ CONTEXT = ["algorithm.preset=prefix-rft", "algorithm.recipe={name: prefix, train
 CLIPPED = ["algorithm.preset=grpo", "train.prompts_per_update=64"]
 SERVER = ["rollout.mode=server", "rollout.server_url=http://localhost:1"]
 PROCESS = ["rollout.mode=process"]
+TAUGHT = ["data.demonstration=d", "algorithm.preset=sft", "algorithm.recipe={name: distill}"]
 
 
 @pytest.fixture
@@ -31,6 +32,7 @@ IGNORED: list[tuple[str, list[str], list[str] | None]] = [
     ("rollout.push_timeout_s=9", ["rollout.engine=transformers", "rollout.share_weights=true"], []),
     ("log.sample_groups=5", ["log.samples_every=0"], []),
     ("rollout.transfer=nccl", PROCESS, SERVER),
+    ("data.teacher_topk=x", ["data.demonstration=d"], TAUGHT),
     ("evaluation.samples=4", [], EVALUATED),
     ("evaluation.k=[1, 2]", [], EVALUATED),
     ("evaluation.temperature=0.5", [], EVALUATED),

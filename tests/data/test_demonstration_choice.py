@@ -57,7 +57,7 @@ def test_logprobs_stand_in_a_list_of_lists(tmp_path: Path) -> None:
     assert [len(e.behavior_logprob or ()) for e in examples] == [7, 4, 4, 0, 0]
     assert variants(examples, "likeliest") == [[0], [2], [3], [4]]
     path = write(tmp_path, ["<0>", "<0>"], logprobs=[[[-1.0] * 4]])
-    with pytest.raises(ValueError, match=r":1: want 'logprobs' a list of 2 lists, one per demonstration; got 1"):
+    with pytest.raises(ValueError, match=r":1: want 'logprobs' a list of 2, one per demonstration; got 1"):
         load(path, behavior_logprob="logprobs")
 
 

@@ -1,0 +1,210 @@
+"""Distillation on demonstrations: from a model, or from its likeliest tokens in a column that the script writes."""
+
+import json
+import runpy
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from engine_runs import same
+from teachers import divergence, gradients, log_probabilities, make_teacher
+from trainer_runs import metrics, run_config, write_task
+from transformers import AutoModelForCausalLM
+from update_cases import packed
+
+from rlplus.config import Config, load_config
+from rlplus.data import byte_tokenizer, load_examples
+from rlplus.recipe import Batch, Update
+from rlplus.recipe.plain import demonstration
+from rlplus.trainer import Run, open_run, train
+
+SCRIPT = Path(__file__).parents[2] / "examples/score_demonstrations.py"
+K = 5
+
+
+def taught(folder: Path, output: str = "run", loss: str = "reverse_kl", **sections: Any) -> Config:
+    """A run on demonstrations; without a teacher in `recipe`, by the column."""
+    recipe = {"name": "distill", "loss": loss} | sections.pop("recipe", {"teacher_topk": K})
+    if "teacher" not in recipe:
+        sections["data"] = {"path": str(folder / "taught.jsonl"), "teacher_topk": "teacher_topk"} | sections.pop(
+            "data", {}
+        )
+    return run_config(folder, output, algorithm={"preset": "sft", "recipe": recipe}, **sections)
+
+
+@pytest.fixture(scope="module")
+def script() -> Any:
+    return runpy.run_path(str(SCRIPT))
+
+
+def write_column(script: Any, folder: Path, teacher: Path, k: int = K) -> list[dict[str, Any]]:
+    """Ask the teacher, whose head has more rows than there are tokens; -> the rows of the file."""
+    plain = folder / "plain.yaml"
+    plain.write_text(run_config(folder).to_yaml())
+    script["main"]([str(plain), "--model", str(teacher), "--topk", str(k), "--output", str(folder / "taught.jsonl")])
+    return [json.loads(line) for line in (folder / "taught.jsonl").read_text().splitlines()]
+
+
+def shown(run: Run) -> Update:
+    """All demonstrations as one update."""
+    samples = [demonstration(example, group) for group, example in enumerate(run.examples)]
+    run.recipe.credit(Batch([], samples, 0.0))
+    return Update(samples, run.recipe.algorithm)
+
+
+@pytest.mark.parametrize(("source", "loss"), [("column", "reverse_kl"), ("column", "forward_kl"), ("model", "jsd")])
+def test_a_step_is_the_one_in_float64(tmp_path: Path, script: Any, source: str, loss: str) -> None:
+    """The teacher in float64: its likeliest tokens and all others as one, or the whole vocabulary."""
+    teacher = make_teacher(tmp_path)
+    write_column(script, tmp_path, teacher)
+    recipe = {"teacher_topk": K} if source == "column" else {"teacher": str(teacher)}
+    with open_run(taught(tmp_path, loss=loss, recipe=recipe)) as run:
+        update = shown(run)
+        assert len(update.samples) == 6
+        value, got = gradients(run, update, packed(run, update.samples))
+        student, frozen = (
+            AutoModelForCausalLM.from_pretrained(str(path), dtype=torch.float64)
+            for path in (run.folder.path / "scratch", teacher)
+        )
+        total, tokens = torch.zeros((), dtype=torch.float64), 0
+        for s in update.samples:
+            logp = log_probabilities(student, s.prompt, s.response, 1.0)
+            with torch.no_grad():
+                logq = log_probabilities(frozen, s.prompt, s.response, 1.0)
+            if source == "column":
+                likeliest = logq.topk(K).indices
+                logp, logq = (
+                    torch.cat([p.gather(1, likeliest), p.scatter(1, likeliest, 0.0).sum(1, keepdim=True)], 1).log()
+                    for p in (logp.exp(), logq.exp())
+                )
+            total, tokens = total + divergence(logp, logq, loss).sum(), tokens + len(s.response)
+        (total / tokens).backward()
+        assert value == pytest.approx(float(total.detach()) / tokens, rel=1e-4)
+        for name, p in student.named_parameters():
+            bound = {"rtol": 1e-3, "atol": 2e-6 * float(p.grad.abs().max())}
+            torch.testing.assert_close(got[name].double(), p.grad, msg=name, **bound)
+
+
+def test_a_run_by_the_column_resumes_bit_for_bit_and_with_no_other_teacher(tmp_path: Path, script: Any) -> None:
+    write_column(script, tmp_path, make_teacher(tmp_path))
+    config = taught(tmp_path, train={"steps": 4, "lr": 1e-2}, checkpoint={"every": 2})
+    whole = train(config)
+    rows = metrics(whole)
+    assert rows[-1]["distill/divergence"] < rows[0]["distill/divergence"]
+    again = shutil.copytree(whole, tmp_path / "again")
+    shutil.rmtree(again / "model")
+    train(config.model_copy(update={"output_dir": str(again)}), resume="step-000002")
+    assert same(whole, again)
+    write_column(script, tmp_path, make_teacher(tmp_path, "other", seed=8))
+    with pytest.raises(ValueError, match="was written by a run on other data"):
+        train(config.model_copy(update={"output_dir": str(again)}), resume="step-000002")
+
+
+def test_the_script_leaves_out_rows_of_the_head_that_are_no_token(tmp_path: Path, script: Any) -> None:
+    teacher = make_teacher(tmp_path)
+    rows = write_column(script, tmp_path, teacher)
+    lm = AutoModelForCausalLM.from_pretrained(str(teacher))
+    lm.resize_token_embeddings(320)
+    with torch.no_grad():
+        lm.get_output_embeddings().weight[258:] = 9.0
+    lm.save_pretrained(str(tmp_path / "padded"))
+    byte_tokenizer().save_pretrained(str(tmp_path / "padded"))
+    assert write_column(script, tmp_path, tmp_path / "padded") == rows
+    with pytest.raises(SystemExit):
+        script["main"](["x.yaml", "--model", "x", "--output", "y", "--topk", "2", "--temperature", "0.7"])
+
+
+def test_the_data_have_as_many_as_the_recipe(tmp_path: Path, script: Any) -> None:
+    write_column(script, tmp_path, make_teacher(tmp_path))
+    config = taught(tmp_path, recipe={"teacher_topk": K + 1})
+    with (
+        pytest.raises(ValueError, match=r"taught.jsonl:1: want 'teacher_topk' .* lists of 6 numbers.*, 5\)"),
+        open_run(config),
+    ):
+        pass
+
+
+def place(tokens: Any = (1, 2), logprobs: Any = (-1.0, -2.0), places: int = 4) -> dict[str, Any]:
+    return {"tokens": [list(tokens)] * places, "logprobs": [list(logprobs)] * places}
+
+
+@pytest.mark.parametrize(
+    ("column", "message"),
+    [
+        (None, "each 4 lists of 2 numbers; got None"),
+        ({"tokens": [[1, 2]] * 4}, "KeyError"),
+        (place(places=3), "one list per token (the end token is one; response_prefix is none); got (3, 2) and (3, 2)"),
+        (place((1, 2, 3), (-1.0, -2.0, -3.0)), "each 4 lists of 2 numbers, one list per token"),
+        (place((1, 2), (-1.0,)), "got (4, 2) and (4, 1)"),
+        (place((1, 1)), "different tokens below 258; got [(1.0, -1.0), (1.0, -2.0)] at place 0"),
+        (place((1, 258)), "different tokens below 258"),
+        (place((1, -1)), "different tokens below 258"),
+        (place((1, 0.5)), "different tokens below 258"),
+        (place(logprobs=(-0.1, -0.1)), "finite logprobs of probabilities that add up to at most 1; got"),
+        (place(logprobs=(0.5, -9.0)), "finite logprobs"),
+        (place(logprobs=(-1.0, -float("inf"))), "finite logprobs"),
+        (place(logprobs=(-1.0, float("nan"))), "finite logprobs"),
+        ({"tokens": [[1, 2]] * 4, "logprobs": [[-1.0, -2.0]] * 3 + [[-1.0]]}, "got {'tokens'"),
+    ],
+)
+def test_what_does_not_fit_names_its_line(tmp_path: Path, column: Any, message: str) -> None:
+    """A demonstration of three bytes and its end."""
+    rows = [{"prompt": "1+1=", "answer": "2", "demonstration": "<2>", "taught": each} for each in (place(), column)]
+    path = tmp_path / "data.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = taught(tmp_path, data={"path": str(path), "teacher_topk": "taught"}).data
+    with pytest.raises(ValueError, match=r"want 'taught' as \{tokens, logprobs\}, ") as error:
+        load_examples(config, byte_tokenizer(), max_demonstration_length=8, topk=2)
+    assert str(error.value).startswith(f"{path}:2: ")
+    assert message.removeprefix("KeyError") in str(error.value)
+
+
+def test_each_of_several_demonstrations_has_its_own(tmp_path: Path) -> None:
+    row = {"prompt": "1=", "answer": "1", "demonstration": ["<1>", "1"], "taught": [place(), place((3, 4), places=2)]}
+    path = tmp_path / "data.jsonl"
+    path.write_text(json.dumps(row) + "\n" + json.dumps(row | {"demonstration": None, "taught": None}) + "\n")
+    config = taught(tmp_path, data={"path": str(path), "teacher_topk": "taught", "max_dropped_share": 0.5}).data
+    first, second, without = load_examples(config, byte_tokenizer(), max_demonstration_length=8)[0]
+    assert without.teacher_topk is None
+    for example, numbers in ((first, [[1, 2]] * 4), (second, [[3, 4]] * 2)):
+        tokens, logprobs = example.teacher_topk
+        assert tokens.tolist() == numbers
+        assert logprobs.tolist() == [[-1.0, -2.0]] * len(numbers)
+        assert (tokens.dtype, logprobs.dtype) == (torch.int32, torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "more", "message"),
+    [
+        ({"preset": "grpo", "recipe": {"name": "distill"}}, {}, "is for demonstrations: want preset sft"),
+        ({"preset": "dft", "recipe": {"name": "distill"}}, {}, "or sft, whose demonstrations a frozen teacher judges"),
+        ({"preset": "sft", "recipe": {"name": "distill", "loss": "sampled"}}, {}, "want a preset without demonstr"),
+        ({"preset": "sft", "recipe": {"name": "distill", "teacher": "x"}}, {}, "got teacher and data.teacher_topk"),
+        ({"preset": "sft"}, {}, "data.teacher_topk would have no effect, leave it out: the recipe distill reads"),
+        (
+            {"preset": "sft", "recipe": {"name": "distill"}},
+            {"rollout": {"temperature": 0.7}},
+            "want rollout.temperature 1 with data.teacher_topk; got 0.7",
+        ),
+    ],
+)  # fmt: skip
+def test_settings_without_use_are_refused(
+    tmp_path: Path, algorithm: dict[str, Any], more: dict[str, Any], message: str
+) -> None:
+    data = {"path": str(write_task(tmp_path)), "demonstration": "demonstration", "teacher_topk": "taught"}
+    with pytest.raises(ValueError, match=message):
+        run_config(tmp_path, algorithm=algorithm, data=data, **more)
+
+
+def test_the_command_of_the_docs(tmp_path: Path, script: Any) -> None:
+    """Its file, and the key that names the column."""
+    write_column(script, tmp_path, make_teacher(tmp_path))
+    path = tmp_path / "sft.yaml"
+    recipe = {"name": "distill", "teacher_topk": K}
+    path.write_text(
+        run_config(tmp_path, data={"teacher_topk": "x"}, algorithm={"preset": "sft", "recipe": recipe}).to_yaml()
+    )
+    config = load_config(path, [f"data.path={tmp_path / 'taught.jsonl'}", "data.teacher_topk=teacher_topk"])
+    assert metrics(train(config))[0]["actor/grad_norm"] > 0
