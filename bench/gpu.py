@@ -119,12 +119,13 @@ def tests(cpu: bool, trainer: str) -> tuple[Part, Part, Part]:
         "test_scale_kernel",
     )
     kernels = [*(f"tests/kernels/{name}.py" for name in files), "tests/loss/test_exponentials.py"]
+    skip, runs = "needs a GPU" if cpu else "", "tests/trainer/test_runs_on_a_gpu.py"
     # The rehearsal imports all of them, including the GPU tests.
-    skip = "needs a GPU" if cpu else ""
-    chosen = ["tests/kernels/test_gpu.py", *kernels, "-k", "test_gemm_kernel and same_inputs"] if cpu else kernels
+    every = ["tests/kernels/test_gpu.py", *([] if trainer else [runs]), *kernels]
+    chosen = [*every, "-k", "test_gemm_kernel and same_inputs"] if cpu else kernels
     return (
         Part("test_gpu", "tests", 150, [*pytest, "tests/kernels/test_gpu.py"], skip=skip),
-        Part("runs", "runs", 150, [*pytest, "tests/trainer/test_runs_on_a_gpu.py"], skip=skip or trainer),
+        Part("runs", "runs", 150, [*pytest, runs], skip=skip or trainer),
         Part("kernels", "kernels", 150, [*pytest, *chosen]),
     )
 

@@ -44,6 +44,7 @@ except ModuleNotFoundError as missing:
 
 COLUMN, TOPK = "behavior_logprob", "teacher_topk"
 PLACES = 512  # whose logits are in memory at a time
+MOST = 1024  # the largest algorithm.recipe.teacher_topk
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -58,27 +59,32 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_args(argv)
     if args.topk and args.temperature != 1:
         parser.error(f"want --temperature 1 with --topk: the run takes both models so; got {args.temperature:g}")
-    column_name, topk = (TOPK, args.topk) if args.topk else (COLUMN, 0)
+    if not 0 <= args.topk <= MOST:
+        parser.error(f"want --topk from 1 to {MOST}; got {args.topk}")
+    column_name = TOPK if args.topk else COLUMN
     config = load_config(args.config, args.overrides)
     tokenizer = load_tokenizer(config.model)
     data = config.data.model_copy(update={COLUMN: None, TOPK: None})
     examples, report = load_examples(data, tokenizer, max_demonstration_length=config.max_demonstration_length)
     print(report.summary())
     lm: PreTrainedModel = AutoModelForCausalLM.from_pretrained(args.model, dtype=getattr(torch, config.model.dtype))
-    check_tokens(examples, tokenizer, AutoTokenizer.from_pretrained(args.model), lm)
+    check_tokens(examples, tokenizer, theirs := AutoTokenizer.from_pretrained(args.model), lm)
+    if args.topk and (tokenizer.get_vocab() != theirs.get_vocab() or head_of(lm)["weight"].shape[0] < len(tokenizer)):
+        raise ValueError(f"want a teacher with all of the run's {len(tokenizer)} tokens, each with the same number")
     lm = lm.to("cuda" if torch.cuda.is_available() else "cpu").eval()
-    scored: dict[int, Any] = {}  # keys: places in `examples`
+    scored: dict[int, Any] = {}  # keys: places in `examples`; tensors, which are a tenth of the lists
     with counter("demonstrations scored:") as progress:
         for batch in batches(examples, args.tokens):
             chosen = [examples[i] for i in batch]
-            scored |= zip(batch, score(lm, chosen, args.temperature, topk, len(tokenizer)), strict=True)
+            scored |= zip(batch, score(lm, chosen, args.temperature, args.topk, len(tokenizer)), strict=True)
             progress(len(scored), report.demonstrations)
     found: dict[int, list[Any]] = {}  # keys: rows
     for i, example in enumerate(examples):
         found.setdefault(example.index, []).append(scored.get(i))
     with args.output.open("w", encoding="utf-8") as file:
         for index, row in enumerate(rows(config)):
-            column = {column_name: found.get(index) if several(row, config) else found.get(index, [None])[0]}
+            told = [one and listed(one) for one in found.get(index, [])]
+            column = {column_name: (told or None) if several(row, config) else told[0] if told else None}
             file.write(json.dumps(row | column, ensure_ascii=False) + "\n")
     print(f"{len(scored)} demonstrations scored; written to {args.output}")
 
@@ -116,22 +122,35 @@ def score(lm: PreTrainedModel, batch: Sequence[Example], temperature: float, top
             scored.append(likeliest(predictors, head, topk, vocabulary))
             continue
         logprob, _ = linear_logprob(predictors, target=target, temperature=temperature, **head)
-        scored.append(logprob.clamp(max=0.0).tolist())
+        scored.append((logprob.clamp(max=0.0).cpu(),))
     return scored
 
 
-def likeliest(hidden: torch.Tensor, head: dict[str, Any], k: int, vocabulary: int) -> dict[str, list[list[float]]]:
-    """The k likeliest tokens at each place and their logprobs; others that the head has rows for are no token."""
-    found: dict[str, list[list[float]]] = {"tokens": [], "logprobs": []}
-    weight, bias, cap = head["weight"][:vocabulary], head.get("bias"), head.get("logit_softcap")
+def likeliest(hidden: torch.Tensor, head: dict[str, Any], k: int, vocabulary: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The k likeliest of the first tokens at each place, int32, and their logprobs, (T, k) each.
+
+    Logits are in fp32, like those of a run.
+    """
+    weight, bias, cap = head["weight"][:vocabulary], head["bias"], head["logit_softcap"]
+    found = []
     for part in hidden.split(PLACES):
-        logits = torch.nn.functional.linear(part, weight, None if bias is None else bias[:vocabulary]).float()
-        logits *= head.get("logit_scale", 1.0)
+        if part.is_cuda and part.dtype != torch.float32:
+            logits = torch.mm(part, weight.t(), out_dtype=torch.float32)
+        else:
+            logits = part.float() @ weight.float().t()
+        logits = head["logit_scale"] * (logits if bias is None else logits + bias[:vocabulary])
         logits = logits if cap is None else cap * (logits / cap).tanh()
         logprobs, tokens = logits.log_softmax(1).topk(k)
-        found["tokens"] += tokens.tolist()
-        found["logprobs"] += logprobs.clamp(max=0.0).tolist()
-    return found
+        found.append((tokens.to("cpu", torch.int32), logprobs.clamp(max=0.0).cpu()))
+    tokens, logprobs = map(torch.cat, zip(*found, strict=True))
+    return tokens, logprobs
+
+
+def listed(one: tuple[torch.Tensor, ...]) -> Any:
+    """As JSON has it: logprobs, or tokens and theirs."""
+    return (
+        dict(zip(("tokens", "logprobs"), (x.tolist() for x in one), strict=True)) if len(one) > 1 else one[0].tolist()
+    )
 
 
 def batches(examples: Sequence[Example], tokens: int) -> Iterator[list[int]]:

@@ -53,9 +53,12 @@ class Distillation(RecipeOptions):
 
     def problems(self, config: Any) -> Iterator[str]:
         algorithm, train, rollout = config.algorithm.resolve(), config.train, config.rollout
-        if algorithm.demonstrates and not (self.teaches_demonstrations and config.algorithm.preset == "sft"):
-            others = ", or sft, whose demonstrations a frozen teacher judges by a divergence"
-            yield f"want a preset without demonstrations{others}; got {config.algorithm.preset}"
+        if config.algorithm.preset == "sft" and not self.teaches_demonstrations:
+            yield f"want recipe distill and a divergence with preset sft; got {self.name} and loss {self.loss}"
+        elif config.algorithm.preset != "sft" and algorithm.demonstrates:
+            yield f"want sft, or a preset without demonstrations; got {config.algorithm.preset}"
+        if algorithm.demonstrates and config.algorithm.objective:
+            yield f"a divergence reads nothing of algorithm.objective; got {', '.join(config.algorithm.objective)}"
         if train.sequence_parallel > 1:
             yield f"it does not support train.sequence_parallel > 1; got {train.sequence_parallel}"
         if rollout.top_k:
@@ -65,6 +68,8 @@ class Distillation(RecipeOptions):
             fields = ("kl_coef", "entropy_coef", "mismatch_cap")
             unread |= {f"algorithm.objective.{name}": getattr(algorithm.objective, name) for name in fields}
             unread |= {"algorithm.top_entropy": algorithm.top_entropy < 1, "train.memory": train.memory}
+            unread |= {"algorithm.external_top_entropy": algorithm.external_top_entropy < 1}
+            unread |= {"algorithm.external_schedule": algorithm.external_schedule is not None}
             unread |= {"train.shard_head": train.shard_head, "train.backend cpp": train.backend == "cpp"}
         for key, value in unread.items():
             if value:
@@ -121,8 +126,8 @@ class Distill(Distillation):
         if len(told) != 1:
             one = "a Hugging Face folder or hub name, or teacher_url, the address of a server, or data.teacher_topk"
             yield f"want algorithm.recipe.teacher, {one}; got {' and '.join(told) or 'none'}"
-        if told != ["teacher"] and config.rollout.temperature != 1:
-            at = f"want rollout.temperature 1 with {' and '.join(told)}; got {config.rollout.temperature:g}"
+        if len(told) == 1 and self.teacher is None and config.rollout.temperature != 1:
+            at = f"want rollout.temperature 1 with {told[0]}; got {config.rollout.temperature:g}"
             yield f"a teacher's logprobs from elsewhere are at temperature 1: {at}"
         if config.data.teacher_topk is not None and config.algorithm.preset != "sft":
             yield f"data.teacher_topk is for demonstrations: want preset sft; got {config.algorithm.preset}"

@@ -12,6 +12,9 @@ from rlplus.config.data_section import DataConfig
 from rlplus.data.row_files import MissingColumn, Row, get_column, row_names
 
 EXCESS = 1e-3  # largest excess of a sum of probabilities over 1: logprobs are rounded
+LARGEST = 2**31  # tokens are int32
+
+Topk = tuple[Tensor, Tensor]  # tokens (T, k) int32 at each place of a demonstration, and their logprobs, float32
 
 
 def holds_several(demonstration: Any) -> bool:
@@ -57,31 +60,23 @@ def logprobs(
     return array("f", values)
 
 
-def topk_pair(
-    config: DataConfig, where: str, value: Any, demonstration: Sequence[int] | None, sizes: tuple[int, int]
-) -> tuple[Tensor, Tensor] | None:
-    """Tokens (T, k) int32 and logprobs float32 of the demonstration's T places; None without one or a column.
-
-    sizes: of the vocabulary, and k, which is 0 if it may be any.
-    """
-    if config.teacher_topk is None or demonstration is None:
+def topk_pair(column: str | None, where: str, value: Any) -> Topk | None:
+    """Tokens and logprobs (T, k) of a demonstration's places; None for a null or without a column."""
+    if column is None or value is None:
         return None
-    (vocabulary, k), places = sizes, len(demonstration)
-    column, each = config.teacher_topk, f"each {places} lists of {k or 'k'} numbers"
-    wanted = f"{where}: want {column!r} as {{tokens, logprobs}}, {each}"
+    wanted = f"{where}: want {column!r} as {{tokens, logprobs}}, each a list of k numbers for each token"
     try:
         tokens = torch.tensor(value["tokens"], dtype=torch.float64)
         known = torch.tensor(value["logprobs"], dtype=torch.float64)
     except (TypeError, KeyError, ValueError, RuntimeError) as error:
         raise ValueError(f"{wanted}; got {str(value)[:80]} ({error})") from error
-    if tokens.shape != known.shape or tokens.shape != (places, k or tokens.shape[-1] or 1):
-        got = f"{tuple(tokens.shape)} and {tuple(known.shape)}"
-        raise ValueError(f"{wanted}, one list per token (the end token is one; response_prefix is none); got {got}")
+    if tokens.shape != known.shape or tokens.ndim != 2 or not tokens.numel():
+        raise ValueError(f"{wanted}; got {tuple(tokens.shape)} and {tuple(known.shape)}")
     once = (tokens.sort().values.diff() != 0).all(1)
-    inside = ((tokens >= 0) & (tokens < vocabulary) & (tokens == tokens.floor())).all(1)
+    whole = ((tokens >= 0) & (tokens < LARGEST) & (tokens == tokens.floor())).all(1)
     possible = (known <= 0).all(1) & (known > -inf).all(1) & (known.exp().sum(1) <= 1 + EXCESS)
     for right, what in (
-        (inside & once, f"different tokens below {vocabulary}"),
+        (whole & once, "different tokens"),
         (possible, "finite logprobs of probabilities that add up to at most 1"),
     ):
         if not right.all():
@@ -89,3 +84,21 @@ def topk_pair(
             came = list(zip(tokens[place].tolist(), known[place].tolist(), strict=True))
             raise ValueError(f"{wanted}, {what}; got {str(came)[:80]} at place {place}")
     return tokens.to(torch.int32), known.float()
+
+
+def fitting(
+    column: str | None, where: str, pair: Topk | None, demonstration: Sequence[int] | None, vocabulary: int, k: int
+) -> Topk | None:
+    """`pair`, which has the demonstration's places and `k` tokens below `vocabulary` at each; k = 0: any number."""
+    if column is None or demonstration is None:
+        return None
+    places = len(demonstration)
+    wanted = f"{where}: want {column!r} with {k or 'k'} tokens at each of {places} places"
+    if pair is None:
+        raise ValueError(f"{wanted}; got None")
+    if pair[0].shape != (places, k or pair[0].shape[1]):
+        got = f"{pair[0].shape[1]} at {len(pair[0])}"
+        raise ValueError(f"{wanted} (the end token has one; response_prefix has none); got {got}")
+    if (largest := int(pair[0].max())) >= vocabulary:
+        raise ValueError(f"{wanted}, of the {vocabulary} of the run's tokenizer; got token {largest}")
+    return pair

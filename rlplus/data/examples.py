@@ -8,11 +8,10 @@ from itertools import islice
 from math import nan
 from typing import Any
 
-from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from rlplus.config import DataConfig
-from rlplus.data.demonstration_columns import holds_several, logprobs, of_each, topk_pair
+from rlplus.data.demonstration_columns import Topk, fitting, holds_several, logprobs, of_each, topk_pair
 from rlplus.data.load_report import LoadReport
 from rlplus.data.prompts import (
     RESPONSE_MARK,
@@ -50,7 +49,7 @@ class Example:
     behavior_logprob: Sequence[float] | None = None
     columns: Mapping[str, Any] = field(default_factory=dict)
     teacher_prompt: tuple[int, ...] | None = None
-    teacher_topk: tuple[Tensor, Tensor] | None = None
+    teacher_topk: Topk | None = None
 
 
 @dataclass
@@ -64,7 +63,7 @@ class _Parsed:
     noted: str | None  # why there is no demonstration, or a note about it: the counter in LoadReport
     benchmark: str
     behavior_logprob: Any
-    teacher_topk: Any
+    teacher_topk: Topk | None
     columns: Mapping[str, Any]
     teacher_prompt: Prompt | None
 
@@ -146,7 +145,7 @@ def read_examples(
                     None if demonstration is None else tuple(map(shared.setdefault, demonstration, demonstration)),
                     row.benchmark,
                     behavior_logprob=logprobs(config, row.where, row.behavior_logprob, demonstration),
-                    teacher_topk=topk_pair(config, row.where, row.teacher_topk, demonstration, sizes),
+                    teacher_topk=fitting(config.teacher_topk, row.where, row.teacher_topk, demonstration, *sizes),
                     columns=row.columns,
                     teacher_prompt=None if demonstration is None and not shows_responses else teacher_prompt,
                 )
@@ -171,7 +170,7 @@ def _parse_rows(
     shows_responses: bool,
 ) -> Iterator[_Parsed]:
     c = config
-    names = (c.prompt, c.answer, c.demonstration, c.behavior_logprob, c.benchmark, c.tools, *c.columns)
+    names = (c.prompt, c.answer, c.demonstration, c.behavior_logprob, c.teacher_topk, c.benchmark, c.tools, *c.columns)
     columns = [name for name in names if name is not None]
     row: Row = {}
     demonstration_seen = config.demonstration is None
@@ -198,7 +197,8 @@ def _parse_rows(
         aligned = [
             of_each(name, where, row, value, len(texts)) for name in (config.behavior_logprob, config.teacher_topk)
         ]
-        for text, behavior, topk in zip(texts, *aligned, strict=True):
+        for text, behavior, told_of in zip(texts, *aligned, strict=True):
+            topk = topk_pair(config.teacher_topk, where, told_of)  # as tensors, which are a tenth of the lists
             demonstration, noted = _shaped(config, text, answer)
             shown = None
             told = RESPONSE_MARK if shows_responses else demonstration

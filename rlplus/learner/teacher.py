@@ -19,7 +19,7 @@ from rlplus.learner.sequence import check_both_ways
 from rlplus.loss import Objective, PolicyLoss, linear_divergence, linear_logprob, token_loss
 
 KEY = "algorithm.recipe.teacher"
-STATISTICS = Objective("reinforce", "none", gamma=0.0)  # whose surrogate clips nothing
+STATISTICS = Objective("reinforce", "nll", gamma=0.0)  # whose surrogates clip nothing
 
 # Arguments of `linear_divergence` that begin with teacher_; the head's are the policy's where they are missing, unless
 # the teacher's likeliest tokens stand for all of them.
@@ -164,7 +164,8 @@ def _loss_op(policy: Policy, teach: Teach, kind: dict[str, Any], batch: MicroBat
         out = linear_divergence(hidden, head_weight, **head, **teacher, token_weight=weight, **kind, **common)
         total = out.divergence.masked_fill(batch.token_weight == 0, 0.0).sum()
         stats = token_loss(logprob, entropy, constants, STATISTICS).stats
-        stats |= {"loss_internal": out.loss.detach(), "divergence": total}
+        external = (weight * out.divergence.detach()).masked_fill(~batch.external | (weight == 0), 0.0).sum()
+        stats |= {"loss_internal": out.loss.detach() - external, "loss_external": external, "divergence": total}
         return PolicyLoss(out.loss, logprob, entropy, stats)
 
     return op

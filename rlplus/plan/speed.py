@@ -74,7 +74,7 @@ def estimate_seconds(config: Config, model: Model, memory: Memory, cluster: Clus
     seconds["forward and backward"] = ((3 + again) * forward + gemms * head) / flops
     recipe, more = algorithm.recipe, groups * (rollouts + demonstrations) * (config.max_training_prompt - prompt)
     if teacher is not None:
-        seconds["teacher"] = _teacher_flop(config, teacher, groups * rollouts) / flops
+        seconds["teacher"] = _teacher_flop(config, teacher, groups * rollouts, groups * demonstrations) / flops
     updates, micro_batches = updates + recipe.extra_updates, (tokens + more) / train.tokens_per_micro_batch
     seconds["communication"] = _sent_bytes(config, model, ranks, updates, micro_batches, passes) / link
     slow = PCIE if train.offload_optimizer == "cpu" else bandwidth
@@ -106,10 +106,16 @@ def _forward_flop(model: Model, tokens: float, squares: float) -> tuple[float, f
     return forward, 2 * tokens * model.hidden * model.vocabulary
 
 
-def _teacher_flop(config: Config, teacher: Model, samples: float) -> float:
+def _teacher_flop(config: Config, teacher: Model, rollouts: float, demonstrations: float) -> float:
     """FLOP of a teacher's pass over these samples; its prompts may show demonstrations."""
-    longest = config.max_training_prompt + config.rollout.max_response_length
-    return sum(_forward_flop(teacher, samples * longest, samples * longest**2))
+    flop = 0.0
+    for samples, length in (
+        (rollouts, config.rollout.max_response_length),
+        (demonstrations, config.max_demonstration_length),
+    ):
+        longest = config.max_training_prompt + length
+        flop += sum(_forward_flop(teacher, samples * longest, samples * longest**2))
+    return flop
 
 
 def _old_passes(config: Config, updates: int, shown: float) -> float:

@@ -140,7 +140,7 @@ def compare_computed(
             sum_of.add(right.gradients[name], yardstick.gradients[name])
     rows = [logprob.row("logprob"), *([reference.row("reference's logprob")] if reference.size else [])]
     rows.append(total.row(computed.loss))
-    eps = {name: max(torch.finfo(p.dtype).eps / 2, 8 * SINGLE) for name, p in plain.named_parameters()}
+    eps = {name: max(torch.finfo(p.dtype).eps / 2, 4 * SINGLE) for name, p in plain.named_parameters()}
     each = [s.row(f"gradient of {name}", computed.gradients[name], eps[name]) for name, s in sums.items()]
     return [*rows, _together(each), *(row for row, _ in each)], near
 

@@ -142,6 +142,20 @@ def test_the_states_of_all_learners_are_counted_and_one_of_them_trains(stage):
     assert both.host == alone[policy].host + states[critic].host
 
 
+def test_the_teacher_of_demonstrations_takes_time():
+    """As much as on as many responses of that length, of which a group has eight; by the column none."""
+    cluster, length = make_cluster(8, "h200"), "data.max_demonstration_length=8192"
+    of = "algorithm.recipe={name: distill, %s, loss: reverse_kl}"
+    beside = of % "teacher: Qwen/Qwen2.5-Math-1.5B"
+    on_responses = make_plan(paper("algorithm.preset=grpo", "rollout.max_response_length=8192", beside), cluster)
+    shown = make_plan(paper("algorithm.preset=sft", "data.demonstration=solution", length, beside), cluster)
+    assert shown.seconds["teacher"] == pytest.approx(on_responses.seconds["teacher"] / 8)
+    column = ("data.demonstration=solution", length, "data.teacher_topk=taught", of % "teacher_topk: 8")
+    told = make_plan(paper("algorithm.preset=sft", *column), cluster)
+    assert "teacher" not in told.seconds
+    assert "teacher" not in told.memory.parts["head"]
+
+
 def test_a_teacher_is_counted():
     """Its weights on every GPU in all moments, its hidden states and the logits of both heads in one, its passes."""
     cluster, grpo = make_cluster(8, "h200"), "algorithm.preset=grpo"

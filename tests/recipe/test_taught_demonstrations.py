@@ -6,10 +6,13 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from engine_runs import same
 from teachers import divergence, gradients, log_probabilities, make_teacher
+from tokenizers import AddedToken
 from trainer_runs import metrics, run_config, write_task
 from transformers import AutoModelForCausalLM
 from update_cases import packed
@@ -102,6 +105,41 @@ def test_a_run_by_the_column_resumes_bit_for_bit_and_with_no_other_teacher(tmp_p
         train(config.model_copy(update={"output_dir": str(again)}), resume="step-000002")
 
 
+def test_the_loss_is_that_of_demonstrated_tokens(tmp_path: Path) -> None:
+    rows = metrics(train(taught(tmp_path, recipe={"teacher": str(make_teacher(tmp_path))}, train={"steps": 1})))
+    assert rows[0]["actor/active_rows"] == 1
+    assert rows[0]["actor/loss_internal"] == 0
+    assert rows[0]["actor/loss_external"] == pytest.approx(rows[0]["distill/divergence"], rel=1e-5)
+
+
+def test_in_half_precision_the_script_rounds_no_logits(tmp_path: Path, script: Any) -> None:
+    """bf16 hidden states and weights of a head whose logits are up to 60: rounded ones would be off by .1."""
+    generator = torch.Generator().manual_seed(3)
+    hidden, weight = (
+        torch.randn(n, 64, generator=generator).bfloat16() * scale for n, scale in ((600, 4.0), (99, 1.0))
+    )
+    head = {"weight": weight, "bias": None, "logit_scale": 0.5, "logit_softcap": 30.0}
+    tokens, logprobs = script["likeliest"](hidden, head, 4, 90)
+    exact = (30 * (0.5 * hidden.double() @ weight[:90].double().t() / 30).tanh()).log_softmax(1)
+    want = exact.topk(4)
+    assert tokens.tolist() == want.indices.tolist()
+    torch.testing.assert_close(logprobs.double(), want.values, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("what", ["numbers", "rows"])
+def test_the_script_refuses_a_teacher_without_the_runs_tokens(tmp_path: Path, script: Any, what: str) -> None:
+    """Tokens that no demonstration uses, too."""
+    teacher = make_teacher(
+        tmp_path, **({"vocab_size": 200, "pad_token_id": None, "eos_token_id": None} if what == "rows" else {})
+    )
+    if what == "numbers":
+        tokenizer = byte_tokenizer()
+        tokenizer.add_tokens([AddedToken("<think>", special=True)])
+        tokenizer.save_pretrained(str(teacher))
+    with pytest.raises(ValueError, match=r"want a teacher with all of the run's 258 tokens|want a demonstrator"):
+        write_column(script, tmp_path, teacher)
+
+
 def test_the_script_leaves_out_rows_of_the_head_that_are_no_token(tmp_path: Path, script: Any) -> None:
     teacher = make_teacher(tmp_path)
     rows = write_column(script, tmp_path, teacher)
@@ -112,15 +150,18 @@ def test_the_script_leaves_out_rows_of_the_head_that_are_no_token(tmp_path: Path
     lm.save_pretrained(str(tmp_path / "padded"))
     byte_tokenizer().save_pretrained(str(tmp_path / "padded"))
     assert write_column(script, tmp_path, tmp_path / "padded") == rows
-    with pytest.raises(SystemExit):
-        script["main"](["x.yaml", "--model", "x", "--output", "y", "--topk", "2", "--temperature", "0.7"])
+    for options in (["2", "--temperature", "0.7"], ["-1"], ["1025"]):
+        with pytest.raises(SystemExit):
+            script["main"](["x.yaml", "--model", "x", "--output", "y", "--topk", *options])
 
 
 def test_the_data_have_as_many_as_the_recipe(tmp_path: Path, script: Any) -> None:
     write_column(script, tmp_path, make_teacher(tmp_path))
     config = taught(tmp_path, recipe={"teacher_topk": K + 1})
     with (
-        pytest.raises(ValueError, match=r"taught.jsonl:1: want 'teacher_topk' .* lists of 6 numbers.*, 5\)"),
+        pytest.raises(
+            ValueError, match=r"taught.jsonl:1: want 'teacher_topk' with 6 tokens at each of 4 places .*; got 5 at 4"
+        ),
         open_run(config),
     ):
         pass
@@ -133,15 +174,17 @@ def place(tokens: Any = (1, 2), logprobs: Any = (-1.0, -2.0), places: int = 4) -
 @pytest.mark.parametrize(
     ("column", "message"),
     [
-        (None, "each 4 lists of 2 numbers; got None"),
-        ({"tokens": [[1, 2]] * 4}, "KeyError"),
-        (place(places=3), "one list per token (the end token is one; response_prefix is none); got (3, 2) and (3, 2)"),
-        (place((1, 2, 3), (-1.0, -2.0, -3.0)), "each 4 lists of 2 numbers, one list per token"),
+        (None, "with 2 tokens at each of 4 places; got None"),
+        ({"tokens": [[1, 2]] * 4}, "as {tokens, logprobs}, each a list of k numbers for each token; got {'tokens'"),
+        (place(places=3), "at each of 4 places (the end token has one; response_prefix has none); got 2 at 3"),
+        (place((1, 2, 3), (-1.0, -2.0, -3.0)), "with 2 tokens at each of 4 places (the end token"),
         (place((1, 2), (-1.0,)), "got (4, 2) and (4, 1)"),
-        (place((1, 1)), "different tokens below 258; got [(1.0, -1.0), (1.0, -2.0)] at place 0"),
-        (place((1, 258)), "different tokens below 258"),
-        (place((1, -1)), "different tokens below 258"),
-        (place((1, 0.5)), "different tokens below 258"),
+        ({"tokens": [], "logprobs": []}, "got (0,) and (0,)"),
+        (place((1, 1)), "different tokens; got [(1.0, -1.0), (1.0, -2.0)] at place 0"),
+        (place((1, 258)), "of the 258 of the run's tokenizer; got token 258"),
+        (place((1, -1)), "different tokens; got"),
+        (place((1, 0.5)), "different tokens; got"),
+        (place((1, 2**31)), "different tokens; got"),
         (place(logprobs=(-0.1, -0.1)), "finite logprobs of probabilities that add up to at most 1; got"),
         (place(logprobs=(0.5, -9.0)), "finite logprobs"),
         (place(logprobs=(-1.0, -float("inf"))), "finite logprobs"),
@@ -155,19 +198,25 @@ def test_what_does_not_fit_names_its_line(tmp_path: Path, column: Any, message: 
     path = tmp_path / "data.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     config = taught(tmp_path, data={"path": str(path), "teacher_topk": "taught"}).data
-    with pytest.raises(ValueError, match=r"want 'taught' as \{tokens, logprobs\}, ") as error:
+    with pytest.raises(ValueError, match="want 'taught' ") as error:
         load_examples(config, byte_tokenizer(), max_demonstration_length=8, topk=2)
     assert str(error.value).startswith(f"{path}:2: ")
-    assert message.removeprefix("KeyError") in str(error.value)
+    assert message in str(error.value)
 
 
-def test_each_of_several_demonstrations_has_its_own(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_each_of_several_demonstrations_has_its_own(tmp_path: Path, kind: str) -> None:
+    """A null, and what belongs to a demonstration that is too long, are not looked at."""
     row = {"prompt": "1=", "answer": "1", "demonstration": ["<1>", "1"], "taught": [place(), place((3, 4), places=2)]}
-    path = tmp_path / "data.jsonl"
-    path.write_text(json.dumps(row) + "\n" + json.dumps(row | {"demonstration": None, "taught": None}) + "\n")
+    rows = [row, row | {"demonstration": None, "taught": None}, row | {"demonstration": ["x" * 9], "taught": [place()]}]
+    path = tmp_path / f"data.{kind}"
+    if kind == "jsonl":
+        path.write_text("".join(json.dumps(each) + "\n" for each in rows))
+    else:
+        pq.write_table(pa.Table.from_pylist(rows), path)
     config = taught(tmp_path, data={"path": str(path), "teacher_topk": "taught", "max_dropped_share": 0.5}).data
-    first, second, without = load_examples(config, byte_tokenizer(), max_demonstration_length=8)[0]
-    assert without.teacher_topk is None
+    first, second, *without = load_examples(config, byte_tokenizer(), max_demonstration_length=8)[0]
+    assert [each.teacher_topk for each in without] == [None, None]
     for example, numbers in ((first, [[1, 2]] * 4), (second, [[3, 4]] * 2)):
         tokens, logprobs = example.teacher_topk
         assert tokens.tolist() == numbers
@@ -179,8 +228,19 @@ def test_each_of_several_demonstrations_has_its_own(tmp_path: Path) -> None:
     ("algorithm", "more", "message"),
     [
         ({"preset": "grpo", "recipe": {"name": "distill"}}, {}, "is for demonstrations: want preset sft"),
-        ({"preset": "dft", "recipe": {"name": "distill"}}, {}, "or sft, whose demonstrations a frozen teacher judges"),
-        ({"preset": "sft", "recipe": {"name": "distill", "loss": "sampled"}}, {}, "want a preset without demonstr"),
+        (
+            {"preset": "sft", "recipe": {"name": "distill"}, "objective": {"external_coef": 0.5, "external": "none"}},
+            {},
+            "a divergence reads nothing of algorithm.objective; got external_coef, external",
+        ),
+        (
+            {"preset": "sft", "recipe": {"name": "distill"}, "external_schedule": {"shape": "gradient-norm"}},
+            {},
+            "does not support algorithm.external_schedule",
+        ),
+        ({"preset": "sft", "recipe": {"name": "self-distill"}}, {}, "want recipe distill and a divergence with preset"),
+        ({"preset": "dft", "recipe": {"name": "distill"}}, {}, "want sft, or a preset without demonstrations; got dft"),
+        ({"preset": "sft", "recipe": {"name": "distill", "loss": "sampled"}}, {}, "got distill and loss sampled"),
         ({"preset": "sft", "recipe": {"name": "distill", "teacher": "x"}}, {}, "got teacher and data.teacher_topk"),
         ({"preset": "sft"}, {}, "data.teacher_topk would have no effect, leave it out: the recipe distill reads"),
         (
