@@ -315,6 +315,7 @@ PARTS: dict[str, dict[str, Callable[[], str]]] = {
         "comparisons": comparisons,
         "words": word_problems,
         "demonstrations": partial(tested_by_permutation, "demonstrations", "Demonstrations"),
+        "variants": partial(tested_by_permutation, "variants", "Against p/p_ω"),
     },
     "docs/theory.md": {name: partial(theory.table, rows) for name, rows in theory.TABLES.items()},
 }
