@@ -71,7 +71,7 @@ class TrainConfig(Section):
     """torch.compile the model's layers."""
     deterministic: bool = False
     """Forward and backward passes of updates by torch's deterministic algorithms, and flash-attn's, for the same bits
-    again on a GPU; takes longer. An operation of torch that has none is an error; kernels of other packages are not
+    again on a GPU; may take longer. An operation of torch that has none is an error; kernels of other packages are not
     looked at."""
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0  # numpy's range of seeds
     """Seed of the data's order, of sampling and of new weights."""
