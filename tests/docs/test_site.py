@@ -55,7 +55,7 @@ def test_it_builds_without_warnings_and_asks_no_other_server(site: Path) -> None
     assert not re.findall(r'(?:src|<link[^>]* href)="https?://', text)
     for name in (f"compare/{path.stem}.html" for path in RESULTS):
         comparison = (site / name).read_text()
-        assert "Difference from RL-PLUS, points" in comparison, name
+        assert re.search(r"Difference from [^<]+, points", comparison), name
         several = ">trained, pass@1<" in comparison  # test sets, as in most
         assert (">all, pass@1<" in comparison) == several, "all test sets together, beside each of them"
 
