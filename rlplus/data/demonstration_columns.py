@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from rlplus.config.data_section import DataConfig
-from rlplus.data.row_files import MissingColumn, Row, get_column, row_names
+from rlplus.data.row_files import Row, required_column
 
 EXCESS = 1e-3  # largest excess of a sum of probabilities over 1: logprobs are rounded
 LARGEST = 2**31  # tokens are int32
@@ -26,10 +26,7 @@ def of_each(column: str | None, where: str, row: Row, value: Any, count: int) ->
     """The column's value for each of `count` demonstrations, given the `value` of the demonstration column."""
     if column is None or value is None:
         return [None] * count
-    try:
-        found = get_column(row, column)
-    except KeyError:
-        raise MissingColumn(where, column, row_names(row)) from None
+    found = required_column(where, row, column)
     if not holds_several(value) or not value:
         return [found]
     if found is None:

@@ -22,7 +22,7 @@ from rlplus.data.prompts import (
     make_tools,
     with_demonstration,
 )
-from rlplus.data.row_files import MissingColumn, Row, get_column, read_rows, row_names
+from rlplus.data.row_files import MissingColumn, Row, get_column, read_rows, required_column, row_names
 
 CHUNK = 1000  # rows tokenised together, on all cores
 
@@ -177,13 +177,13 @@ def _parse_rows(
     for index, (where, row) in enumerate(read_rows(config.paths, None if layout else columns, config.limit)):
         if layout is not None:
             row = _laid_out(layout, where, row)
-        benchmark = "" if config.benchmark is None else str(_column(where, row, config.benchmark))
+        benchmark = "" if config.benchmark is None else str(required_column(where, row, config.benchmark))
         if not wanted(benchmark):
             continue
-        question = _column(where, row, config.prompt)
+        question = required_column(where, row, config.prompt)
         prompt = make_prompt(config, where, question)
-        tools = None if config.tools is None else make_tools(where, _column(where, row, config.tools), prompt)
-        answer = _match(config.answer_pattern, _answer(where, _column(where, row, config.answer)))
+        tools = None if config.tools is None else make_tools(where, required_column(where, row, config.tools), prompt)
+        answer = _match(config.answer_pattern, _answer(where, required_column(where, row, config.answer)))
         answer = answer and answer.strip()
         value = None
         if config.demonstration is not None:
@@ -198,7 +198,7 @@ def _parse_rows(
             of_each(name, where, row, value, len(texts)) for name in (config.behavior_logprob, config.teacher_topk)
         ]
         for text, behavior, told_of in zip(texts, *aligned, strict=True):
-            topk = topk_pair(config.teacher_topk, where, told_of)  # as tensors, which are a tenth of the lists
+            topk = topk_pair(config.teacher_topk, where, told_of)  # tensors are a tenth of the lists
             demonstration, noted = _shaped(config, text, answer)
             shown = None
             told = RESPONSE_MARK if shows_responses else demonstration
@@ -221,18 +221,11 @@ def _laid_out(layout: Callable[[Row], Row], where: str, row: Row) -> Row:
 
 def _json_value(where: str, column: str, row: Row) -> Any:
     """The value as reward functions get it, after a round trip through JSON: dates, for example, are text."""
-    value = _column(where, row, column)
+    value = required_column(where, row, column)
     try:
         return json.loads(json.dumps(value, default=str))
     except ValueError as error:
         raise ValueError(f"{where}: want {column!r} as JSON can hold it; got {str(value)[:80]} ({error})") from error
-
-
-def _column(where: str, row: Row, column: str) -> Any:
-    try:
-        return get_column(row, column)
-    except KeyError:
-        raise MissingColumn(where, column, row_names(row)) from None
 
 
 def _match(pattern: str | None, text: str | None) -> str | None:

@@ -96,6 +96,14 @@ def _schema_names(schema: Any) -> list[str]:
     return names
 
 
+def required_column(where: str, row: Row, column: str) -> Any:
+    """The column's value; `MissingColumn` without it."""
+    try:
+        return get_column(row, column)
+    except KeyError:
+        raise MissingColumn(where, column, row_names(row)) from None
+
+
 def row_names(row: Row) -> list[str]:
     """The names that `get_column` accepts for this row, two levels deep."""
     names = []

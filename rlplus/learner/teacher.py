@@ -164,8 +164,9 @@ def _loss_op(policy: Policy, teach: Teach, kind: dict[str, Any], batch: MicroBat
         out = linear_divergence(hidden, head_weight, **head, **teacher, token_weight=weight, **kind, **common)
         total = out.divergence.masked_fill(batch.token_weight == 0, 0.0).sum()
         stats = token_loss(logprob, entropy, constants, STATISTICS).stats
-        external = (weight * out.divergence.detach()).masked_fill(~batch.external | (weight == 0), 0.0).sum()
-        stats |= {"loss_internal": out.loss.detach() - external, "loss_external": external, "divergence": total}
+        each = (weight * out.divergence.detach()).masked_fill(weight == 0, 0.0)
+        stats |= {"loss_internal": each.masked_fill(batch.external, 0.0).sum()}
+        stats |= {"loss_external": each.masked_fill(~batch.external, 0.0).sum(), "divergence": total}
         return PolicyLoss(out.loss, logprob, entropy, stats)
 
     return op
