@@ -53,6 +53,8 @@ SOURCES = {
     "prefix-rft": "[Prefix-RFT](https://arxiv.org/abs/2507.01679)",
     "srft": "[SRFT](https://arxiv.org/abs/2506.19767)",
     "chord": "[CHORD](https://arxiv.org/abs/2508.11408)",
+    "bread": "[BREAD](https://arxiv.org/abs/2506.17211)",
+    "pope": "[POPE](https://arxiv.org/abs/2601.18779)",
     "dr-grpo": "[Dr.GRPO](https://arxiv.org/abs/2503.20783), Oat-Zero",
     "dapo": "[DAPO](https://arxiv.org/abs/2503.14476); the dual clip is in the code only",
     "simplerl": "[SimpleRL-Zoo](https://arxiv.org/abs/2503.18892)",
@@ -110,6 +112,8 @@ def demonstrated(algorithm: Algorithm) -> str:
     o = algorithm.objective
     if not algorithm.demonstrates:
         return ""
+    if not algorithm.recipe.trains_demonstrations:
+        return "none"
     surrogate = {
         "mis": "MIS",
         "proxy": "p / p_old",

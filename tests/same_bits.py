@@ -76,6 +76,7 @@ CASES: dict[str, dict[str, dict[str, Any]]] = {
     "gate hpt": {"algorithm": {"preset": "hpt", "recipe": {"solved": 1, "keep": True}}},
     "prefix uft": {"algorithm": {"preset": "uft", "recipe": {"steps": 6, "segments": 3, "members": 3}}},
     "prefix prefix-rft": {"algorithm": {"preset": "prefix-rft", "recipe": {"steps": 6, "members": 2}}},
+    "prefix-search bread": {"algorithm": {"preset": "bread", "recipe": {"above": 0.2, "below": 0.8}}},
     "entropy-weights srft": {"algorithm": {"preset": "srft", "recipe": {"level": "token"}}},
     "replay exgrpo": {"algorithm": {"preset": "exgrpo", "recipe": {"start": 0.0, "share": 0.8}}},
     "critic ppo": {"algorithm": {"preset": "ppo", "recipe": CRITIC}},

@@ -104,16 +104,56 @@ class Prefix(RecipeOptions):
         return self
 
     def problems(self, config: Any) -> Iterator[str]:
-        limit, group = config.rollout.max_response_length, config.rollout.group_size
-        if config.max_demonstration_length > limit:
-            yield (
-                "want data.max_demonstration_length at most rollout.max_response_length, so that a token is sampled; "
-                f"got {config.max_demonstration_length} and {limit}"
-            )
+        yield from _problems_of_prefixes(config)
+        group = config.rollout.group_size
         if self.members is not None and self.members > group:
             yield f"want members at most rollout.group_size {group}; got {self.members}"
-        if config.rollout.environment is not None:
-            yield "it does not support rollout.environment"
+
+
+class PrefixSearch(RecipeOptions):
+    """Prompts that too few rollouts solve are sampled again in the step, behind a part of their demonstration (BREAD).
+
+    Bisection over the number of parts looks for a prefix with which more than `above` and less than `below` of the
+    rollouts are right (reward above 0). The last group that was sampled is trained on; its prefix is context only.
+    """
+
+    in_place: ClassVar[bool] = False
+    whole_demonstrations: ClassVar[bool] = False
+
+    name: Literal["prefix-search"] = "prefix-search"
+    parts: Count = 10
+    """Equal parts of a demonstration, in tokens; a prefix has at least one and not all. A search samples a group at
+    most log2(parts) times, rounded up."""
+    above: Fraction = 0.0
+    """A group is sampled again if at most this share of its rollouts is right."""
+    below: Fraction = 1.0
+    """A group behind a prefix is sampled again, with a shorter one, if at least this share of its rollouts is right."""
+
+    @property
+    def trains_demonstrations(self) -> bool:
+        return False
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.above >= self.below:
+            raise ValueError(f"want above < below; got {self.above:g} and {self.below:g}")
+        return self
+
+    def problems(self, config: Any) -> Iterator[str]:
+        yield from _problems_of_prefixes(config)
+        if config.train.overlap:
+            yield "it samples groups again with the weights of their step: want train.overlap 0"
+
+
+def _problems_of_prefixes(config: Any) -> Iterator[str]:
+    limit = config.rollout.max_response_length
+    if config.max_demonstration_length > limit:
+        yield (
+            "want data.max_demonstration_length at most rollout.max_response_length, so that a token is sampled; "
+            f"got {config.max_demonstration_length} and {limit}"
+        )
+    if config.rollout.environment is not None:
+        yield "it does not support rollout.environment"
 
 
 class EntropyWeights(RecipeOptions):
@@ -259,7 +299,17 @@ class ProcessReward(RecipeOptions):
 
 PLAIN = Plain()
 AnyRecipe = (
-    Plain | Interleaved | Gate | Prefix | EntropyWeights | Critic | ProcessReward | Replay | Distill | SelfDistill
+    Plain
+    | Interleaved
+    | Gate
+    | Prefix
+    | PrefixSearch
+    | EntropyWeights
+    | Critic
+    | ProcessReward
+    | Replay
+    | Distill
+    | SelfDistill
 )
 RECIPES: dict[str, type[RecipeOptions]] = {kind.model_fields["name"].default: kind for kind in get_args(AnyRecipe)}
 

@@ -12,6 +12,7 @@ from rlplus.algorithm.options import (
     Gate,
     Interleaved,
     Prefix,
+    PrefixSearch,
     ProcessReward,
     Refill,
     Replay,
@@ -161,10 +162,12 @@ ALGORITHMS: dict[str, Algorithm] = {
         external_top_entropy=0.2,
         recipe=Prefix(schedule="window", steps=500, members=1),
     ),
+    "bread": _group("bread", reduction="sequence", recipe=PrefixSearch()),
     # The std is in its paper's eq. 7; the normaliser, which the paper leaves open, is LUFFY's, on whose code it builds.
     "srft": _group("srft", reduction="official", recipe=EntropyWeights()),
     "chord": Algorithm(OBJECTIVES["chord"], demonstrations="apart"),
     "dr-grpo": _rollouts_only("dr-grpo", "constant", normalize_std=False),
+    "pope": _rollouts_only("pope", "sequence", normalize_std=False),
     "dapo": _rollouts_only(
         *("dapo", "token"),
         refill=Refill(),

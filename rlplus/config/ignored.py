@@ -132,7 +132,7 @@ RULES: tuple[Rule, ...] = (
         "algorithm.objective.external algorithm.objective.external_coef algorithm.objective.gamma "
         "algorithm.external_schedule algorithm.external_top_entropy algorithm.external_reduction",
         lambda c: not c.algorithm.resolve().recipe.trains_demonstrations,
-        "algorithm.recipe.trained is false: what is demonstrated is context",
+        "what is demonstrated is context, the recipe does not train on it",
     ),
     (
         "algorithm.external_reduction",

@@ -174,10 +174,12 @@ OBJECTIVES: dict[str, Objective] = {
     "uft": replace(_NLL, internal="clip", external_coef=1e-3, kl_coef=1e-3),
     # The clip of prefixes is a switch of the authors' code (enable_clip); the dual clip is in the code only.
     "prefix-rft": Objective("clip", "proxy", gamma=0.0, dual_clip=3.0),
+    "bread": _rollouts("clip", kl_coef=1e-3),
     "srft": Objective("reinforce", "shaped", gamma=0.0, entropy_coef=_SCRIPTS),
     # Its loss is (1 - mu) times the rollouts' plus mu times the demonstrations', with mu = .1.
     "chord": Objective("clip", "dft", external_coef=1 / 9, gamma=1.0),
     "dr-grpo": _rollouts("clip"),
+    "pope": _rollouts("clip"),
     # The authors' code has the dual clip; the paper's formula has none.
     "dapo": _rollouts("clip", clip_high=0.28, dual_clip=10.0),
     "simplerl": _rollouts("clip", kl_coef=1e-4, entropy_coef=1e-3),  # kl_coef is 1e-3 above 14B

@@ -8,6 +8,7 @@ from rlplus.algorithm import (
     Interleaved,
     Plain,
     Prefix,
+    PrefixSearch,
     ProcessReward,
     RecipeOptions,
     Replay,
@@ -21,6 +22,7 @@ from rlplus.recipe.gate import GateRecipe
 from rlplus.recipe.interleaved import InterleavedRecipe
 from rlplus.recipe.plain import Ask, Batch, Recipe, Update, demonstration, set_advantages
 from rlplus.recipe.prefix import PrefixRecipe
+from rlplus.recipe.prefix_search import PrefixSearchRecipe
 from rlplus.recipe.prime import ProcessRewardRecipe
 from rlplus.recipe.refill import refill_batch
 from rlplus.recipe.replay import ReplayRecipe
@@ -34,6 +36,7 @@ _RECIPES: dict[type[RecipeOptions], type[Recipe]] = {
     Interleaved: InterleavedRecipe,
     Gate: GateRecipe,
     Prefix: PrefixRecipe,
+    PrefixSearch: PrefixSearchRecipe,
     EntropyWeights: EntropyWeightsRecipe,
     Critic: CriticRecipe,
     ProcessReward: ProcessRewardRecipe,

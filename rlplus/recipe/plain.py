@@ -105,6 +105,15 @@ class Recipe:
         """The step's batch. `draw` uses the next prompts (several times with `Refill`); all ranks call it alike."""
         return draw()
 
+    def again(self, batch: Batch, tries: int) -> Mapping[int, Ask]:
+        """Groups of a draw that are to be sampled again, with the same weights, by their numbers in the batch.
+
+        Called for every draw when its samples are scored, those included that the grader failed on (`Sample.masked`),
+        and once more after each of `tries` repetitions, until no rank returns a group. What is sampled last is the
+        group; the members before it are lost. Not with train.overlap, where the next steps' draws wait in the engine.
+        """
+        return {}
+
     def credit(self, batch: Batch) -> None:
         """Set every sample's advantage, from its reward, which is already shaped, and its token rewards."""
         set_advantages(batch.samples, self.algorithm)

@@ -7,7 +7,7 @@ from typing import Any
 
 from rlplus.algorithm import Prefix
 from rlplus.config import Config
-from rlplus.data import Example, per_token
+from rlplus.data import Example, Sample, per_token
 from rlplus.recipe.plain import Ask, Batch, Recipe
 
 
@@ -70,10 +70,8 @@ class PrefixRecipe(Recipe):
         return [sum(random.random() < p for _ in range(segments)) / segments] * members
 
     def credit(self, batch: Batch) -> None:
-        for sample in () if self.options.trained else batch.samples:
-            tokens = len(sample.response)
-            kinds = zip(per_token(sample.trained, tokens), per_token(sample.external, tokens), strict=True)
-            sample.trained = [on and not shown for on, shown in kinds]
+        if not self.options.trained:
+            leave_out_prefixes(batch.samples)
         super().credit(batch)
 
     def metrics(self) -> dict[str, tuple[float, float]]:
@@ -87,3 +85,11 @@ class PrefixRecipe(Recipe):
 
     def redistributed(self, states: Sequence[Any]) -> Any:
         return states[0]
+
+
+def leave_out_prefixes(samples: Sequence[Sample]) -> None:
+    """Take the demonstrated tokens of these samples out of what is trained on."""
+    for sample in samples:
+        tokens = len(sample.response)
+        kinds = zip(per_token(sample.trained, tokens), per_token(sample.external, tokens), strict=True)
+        sample.trained = [on and not shown for on, shown in kinds]

@@ -1,9 +1,10 @@
 """The draws of a run: their prompts, the time of their generation and the weights used for it."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from random import Random
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor
 from rlplus.config import Config
 from rlplus.data import Example, MicroBatch, PromptSampler, Sample
 from rlplus.learner import Policy, by_sample
-from rlplus.recipe import Batch, Recipe
+from rlplus.recipe import Ask, Batch, Recipe
 from rlplus.rollout import Respond, RolloutEngine
 from rlplus.trainer.engine import EngineFailed, SyncedEngine
 from rlplus.trainer.groups import Going, begin, generate, room
@@ -119,6 +120,27 @@ class Rollouts:
         elif drawn.version is not None and overlap:
             tally.mean("batch/staleness", step - drawn.version)
         return Batch([self.examples[i] for i in drawn.indices], drawn.samples, drawn.seconds, drawn.indices)
+
+    def again(self, batch: Batch, asks: Mapping[int, Ask], tries: int, step: int, tally: Tally) -> Batch:
+        """Other members of groups of the batch that was drawn last, sampled with the same weights, not scored yet.
+
+        asks: by group; may be empty on this rank. tries: how many times some were sampled again, this one included.
+        ValueError with train.overlap: the engine is sampling the batches ahead then.
+        """
+        if self.config.train.overlap:
+            name = type(self.recipe).__name__
+            raise ValueError(f"{name} samples groups again: want train.overlap 0; got {self.config.train.overlap}")
+        groups = sorted(asks)
+        examples = [batch.examples[group] for group in groups]
+        going = [Going(examples[s.group], s, room(s, self.config)) for s in begin(examples, [asks[g] for g in groups])]
+        seed = Random(f"{self.config.train.seed} {self.sampler.drawn} {tries} {self.rank} {self.world}").getrandbits(48)
+        start = time.perf_counter()
+        with tally.time("generate"):
+            samples = self.engine.ask(
+                lambda engine: generate(engine, going, self.config, self.respond, seed, step), interruptible=True
+            )
+        samples = [replace(sample, group=groups[sample.group]) for sample in samples]
+        return Batch(batch.examples, samples, time.perf_counter() - start, batch.indices)
 
     def sync(self, version: int) -> None:
         """Push the policy's weights to the engine, with a probe, for an evaluation."""

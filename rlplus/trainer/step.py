@@ -57,16 +57,30 @@ class Step:
         return batch
 
     def _draw(self) -> Batch:
-        """The next prompts with their samples and rewards, without the samples that the grader failed on."""
+        """The next prompts with their samples and rewards, without the samples that the grader failed on.
+
+        Groups that the recipe wants sampled again are replaced.
+        """
         run, tally = self.run, self.tally
-        batch = run.rollouts.draw(run.progress.step, tally)
-        with tally.time("score"):
-            score(batch.samples, batch.examples, run.scorer, run.decode)
+        batch = self._score(run.rollouts.draw(run.progress.step, tally))
+        tries = 0
+        while agree.largest(bool(asks := run.recipe.again(batch, tries))):
+            tries += 1
+            new = self._score(run.rollouts.again(batch, asks, tries, run.progress.step, tally))
+            samples = [sample for sample in batch.samples if sample.group not in asks] + new.samples
+            samples.sort(key=lambda sample: sample.group)
+            batch = replace(batch, samples=samples, seconds=batch.seconds + new.seconds)
         tally_samples(tally, batch.samples)
-        self.generated += sum(sample.loss_tokens[0] for sample in batch.samples)
         self.ungraded += [(batch.examples[sample.group], sample) for sample in batch.samples if sample.masked]
         # Copies: shaping changes them, and an abandoned step goes back to the samples as drawn.
         batch.samples = [replace(sample) for sample in batch.samples if not sample.masked]
+        return batch
+
+    def _score(self, batch: Batch) -> Batch:
+        """The batch with its samples' rewards set; their tokens are counted as generated."""
+        with self.tally.time("score"):
+            score(batch.samples, batch.examples, self.run.scorer, self.run.decode)
+        self.generated += sum(sample.loss_tokens[0] for sample in batch.samples)
         return batch
 
     def _refill(self, options: Refill) -> Batch:

@@ -96,6 +96,7 @@ FORMULAS = {
     "grpo-official": official(clip(0.2, 0.2), None),
     "grpo-sft": official(ratio, nll, apart=True),
     "dr-grpo": Formula(clip(0.2, 0.2), None, "constant", std=False),
+    "pope": Formula(clip(0.2, 0.2), None, "sequence", std=False),
     "dapo": Formula(clip(0.2, 0.28, dual=10.0), None, "token", shaped=True),
     "simplerl": Formula(clip(0.2, 0.2), None, "token", kl=1e-4, entropy=1e-3),
     "sft": Formula(None, nll, "token"),

@@ -18,6 +18,7 @@ from rlplus.algorithm import (
     Interleaved,
     Plain,
     Prefix,
+    PrefixSearch,
     ProcessReward,
     Refill,
     Replay,
@@ -48,9 +49,11 @@ PRESETS: dict[str, tuple[dict[str, Any], str, bool, str]] = {
     "superrl": ({"internal": "clip", "external": "nll"}, "sequence", True, "apart"),
     "uft": ({"internal": "clip", "external": "nll", "external_coef": 1e-3, "kl_coef": 1e-3}, "token", True, "apart"),
     "prefix-rft": ({"internal": "clip", "external": "proxy", "dual_clip": 3.0}, "constant", False, "group"),
+    "bread": ({"internal": "clip", "kl_coef": 1e-3}, "sequence", True, "group"),
     "srft": (SCRIPT | {"internal": "reinforce", "external": "shaped"}, "official", True, "group"),
     "chord": ({"internal": "clip", "external": "dft", "external_coef": 1 / 9, "gamma": 1.0}, "token", True, "apart"),
     "dr-grpo": ({"internal": "clip"}, "constant", False, "none"),
+    "pope": ({"internal": "clip"}, "sequence", False, "none"),
     "dapo": ({"internal": "clip", "clip_high": 0.28, "dual_clip": 10.0}, "token", True, "none"),
     "simplerl": ({"internal": "clip", "kl_coef": 1e-4, "entropy_coef": 1e-3}, "token", True, "none"),
     "ppo": ({"internal": "clip"}, "token", True, "none"),
@@ -95,6 +98,7 @@ RECIPES = {
     "superrl": Gate(solved=0, keep=False),
     "uft": Prefix(schedule="binomial", low=0.05, high=0.95, steps=300, segments=5, members=None, trained=True),
     "prefix-rft": Prefix(schedule="window", low=0.05, high=0.95, steps=500, members=1),
+    "bread": PrefixSearch(parts=10, above=0.0, below=1.0),
     "srft": EntropyWeights(
         signs=True, level="sequence", positive=0.1, positive_exponent=1.0, supervised=0.5, supervised_exponent=-1.0
     ),

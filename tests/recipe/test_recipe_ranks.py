@@ -12,6 +12,7 @@ OWN = {
     "hpt": "gate/demonstrated",
     "uft": "prefix/share",
     "prefix-rft": "prefix/share",
+    "bread": "prefix/share",
     "srft": "weights/supervised",
     "exgrpo": "replay/share",
     "prime": "process/score",

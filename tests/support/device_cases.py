@@ -42,7 +42,7 @@ SETTINGS: dict[str, Sections] = {
 }
 OPTIONAL: dict[str, Sections] = {"eight bits": {"train": {"optimizer": "adamw8bit"}}}  # needs bitsandbytes
 SHORT: dict[str, Sections] = {  # presets that do not fit into the tiny task as they are
-    "prefix-rft": {"algorithm": {"preset": "prefix-rft"}, "rollout": {"max_response_length": 12}},
+    name: {"algorithm": {"preset": name}, "rollout": {"max_response_length": 12}} for name in ("prefix-rft", "bread")
 } | {
     name: {"algorithm": {"preset": name, "recipe": ALGORITHMS[name].recipe.model_dump() | {"template": SHOWN}}}
     for name in ("opsd", "sdft", "sdpo")

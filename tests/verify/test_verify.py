@@ -163,6 +163,7 @@ SLOW: dict[str, dict[str, Any]] = {
         "train": {"zero_stage": 3, "steps": 2, "lr": 1e-2},
     },
     "prefixes, demonstrations apart": {"algorithm": {"preset": "uft"}, "train": {"steps": 1}},
+    "prefixes as context": {"algorithm": {"preset": "bread", "objective": {"kl_coef": 0.1}}, "train": {"steps": 1}},
     "fixed lengths": {"algorithm": {"preset": "rlplus-official"}, "train": {"steps": 1}},
     "batches ahead, sequences' ratios": {
         "rollout": PROCESS,

@@ -1,0 +1,144 @@
+"""The script that makes POPE's data: which problems are hard, and the shortest beginning behind which one is solved."""
+
+import json
+import runpy
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+from engine_runs import write_start
+from trainer_runs import metrics, run_config
+
+from rlplus.config import Config, load_config
+from rlplus.data import byte_tokenizer, load_examples
+from rlplus.rollout import Completion
+from rlplus.rollout.transformers_engine import TransformersEngine
+from rlplus.trainer import train
+
+SCRIPT = Path(__file__).parents[2] / "examples/guide_hard_problems.py"
+TEMPLATE = "{prompt}|{demonstration}"
+END = 257
+# Problems: the length of a beginning of the demonstration from which on every second response is right.
+NEEDED = {"a": 0, "b": 1, "c": 3, "d": 4, "e": 9, "f": 2}
+
+
+def row(name: str) -> dict[str, Any]:
+    return {"task": {"text": f"{name}="}, "answer": name.upper(), "demonstration": f"{name * 15}<{name.upper()}>"}
+
+
+@pytest.fixture
+def script() -> dict[str, Any]:
+    return runpy.run_path(str(SCRIPT))
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """Replaces the engine's answers by the table's; -> how often each prompt was asked."""
+    asked: Counter[str] = Counter()
+
+    def generate(engine: Any, requests: Any, sampling: Any) -> list[list[Completion]]:
+        asked[f"at {sampling.temperature}"] += 1
+        groups = []
+        for request in requests:
+            prompt = bytes(request.prompt).decode()
+            asked[prompt] += request.n
+            problem, _, shown = prompt.partition("=")
+            right = len(shown.lstrip("|")) >= NEEDED[problem]
+            texts = [f"<{problem.upper()}>" if right and i % 2 else "<?>" for i in range(request.n)]
+            groups.append([Completion([*text.encode(), END], [-1.0] * (len(text) + 1), False) for text in texts])
+        return groups
+
+    monkeypatch.setattr(TransformersEngine, "generate", generate)
+    return asked
+
+
+def write_run(folder: Path, rows: list[dict[str, Any]], **data: Any) -> tuple[Path, Config]:
+    path = folder / "problems.jsonl"
+    path.write_text("".join(json.dumps(each) + "\n" for each in rows))
+    data = {"path": str(path), "prompt": "task.text", "max_prompt_length": 4} | data
+    start = write_start(folder / "start", tied=True)
+    config = run_config(
+        folder,
+        model={"scratch": None, "path": str(start)},
+        data=data,
+        rollout={"engine": "transformers", "group_size": 4, "max_response_length": 20},
+        algorithm={"preset": "pope"},
+        train={"steps": 2, "prompts_per_step": 4},
+    )
+    (folder / "run.yaml").write_text(config.to_yaml())
+    return folder / "run.yaml", config
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_hard_problems_get_the_shortest_beginning_that_helps(
+    tmp_path: Path, script: Any, asked: Counter[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Up to a quarter of 18 tokens in four parts: 1, 2, 3 and 4 of them."""
+    rows = [*(row(name) for name in "abcde"), row("f") | {"demonstration": None}, row("b") | {"note": [1, None]}]
+    run, config = write_run(tmp_path, rows)
+    output = tmp_path / "guided.jsonl"
+    script["main"]([str(run), "--output", str(output), "--samples", "6", "--template", TEMPLATE])
+    shown = {"b": 1, "c": 3, "d": 4, "e": 4}
+    want = []
+    for each in (*rows[1:5], rows[6]):
+        name = each["task"]["text"][0]
+        want += [each, each | {"task": {"text": f"{name}=|{name * shown[name]}"}}]
+    assert lines(output) == want
+    once = {f"{name}=": 6 for name in "acde"} | {"b=": 12}  # f has no demonstration; b is there twice
+    behind = {f"{name}=|{name * part}": 6 for name in "cde" for part in (1, 2, 3, 4)}
+    assert asked.pop("at 0.8") == 5  # by the number of parts
+    assert asked == Counter(once) + Counter(behind) + Counter({f"b=|{'b' * part}": 12 for part in (1, 2, 3, 4)})
+    printed = capsys.readouterr().out
+    assert "5 of 6 problems are hard" in printed
+    assert "4 of them were solved behind a beginning; 10 rows written" in printed
+    data = config.data.model_copy(update={"path": str(output), "max_prompt_length": 8})
+    examples, _ = load_examples(data, byte_tokenizer(), max_demonstration_length=20)
+    assert [bytes(e.prompt).decode() for e in examples[:4]] == ["b=", "b=|b", "c=", "c=|ccc"]
+    assert len(metrics(train(load_config(run, [f"data.path={output}", "data.max_prompt_length=8"])))) == 2
+
+
+def test_chat_messages_keep_their_roles(tmp_path: Path, script: Any) -> None:
+    messages = [{"role": "system", "content": "s"}, {"role": "user", "content": "1+1="}]
+    (made,) = [script["with_prompt"]({"prompt": messages, "n": 1}, "prompt", "{prompt} so: {demonstration}", "two")]
+    assert made == {"prompt": [messages[0], {"role": "user", "content": "1+1= so: two"}], "n": 1}
+    nested = script["with_prompt"]({"a": {"b": {"c": "x"}, "d": 2}}, "a.b.c", TEMPLATE, "y")
+    assert nested == {"a": {"b": {"c": "x|y"}, "d": 2}}
+
+
+def test_problems_that_cannot_be_graded_are_not_called_hard(
+    tmp_path: Path, script: Any, asked: Counter[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    grader = tmp_path / "grade.py"
+    grader.write_text(
+        "def grade(text, answer):\n    assert answer != 'B', 'no grader for it'\n    return float(f'<{answer}>' in text)\n"
+    )
+    run, _ = write_run(tmp_path, [row("b"), row("c")])
+    output = tmp_path / "guided.jsonl"
+    reward = [f"reward={{function: '{grader}:grade', workers: 1}}"]
+    script["main"]([str(run), *reward, "--output", str(output), "--template", TEMPLATE])
+    assert [each["task"]["text"] for each in lines(output)] == ["c=", "c=|ccc"]
+    assert "1 of 2 problems are hard" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--samples", "0"], "want samples and parts above 0, most in (0, 1); got 0, 4, 0.25"),
+        (["--most", "1"], "most in (0, 1); got 16, 4, 1"),
+        (["--template", "{prompt}"], "want a template with {prompt} and {demonstration} once each; got '{prompt}'"),
+        (["model.path=null", "model.scratch={}"], "want a model that samples, model.path; the run has model.scratch"),
+        (["data.demonstration=null"], "want data with demonstrations of at least two tokens"),
+    ],
+)
+def test_wrong_input_says_what_is_wanted(
+    tmp_path: Path, script: Any, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+) -> None:
+    run, _ = write_run(tmp_path, [row("a")])
+    with pytest.raises(SystemExit) as error:
+        script["main"]([str(run), *arguments, "--output", str(tmp_path / "guided.jsonl")])
+    assert message in f"{error.value}{capsys.readouterr().err}"
+    assert not (tmp_path / "guided.jsonl").exists()
