@@ -19,6 +19,8 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 try:
+    from transformers import PreTrainedTokenizerBase
+
     from rlplus.common.terminal import counter
     from rlplus.config import Config, DataConfig, EvaluationConfig, load_config
     from rlplus.data import load_examples, load_tokenizer
@@ -33,7 +35,7 @@ TEMPLATE = """{prompt}
 A correct solution begins like this:
 {demonstration}
 
-Read this beginning, build on it, and solve the problem."""
+Build on this beginning, whose steps you may repeat, check or question, and solve the problem."""
 PART = "rlplus_part"  # a column of rows that are sampled: the number of parts that the prompt shows
 
 
@@ -55,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     config = load_config(args.config, args.overrides)
     if config.model.path is None:
         parser.error("want a model that samples, model.path; the run has model.scratch")
-    shown = beginnings(config, args.parts, args.most)
+    shown = beginnings(config, load_tokenizer(config.model), args.parts, args.most)
     if not shown:
         raise SystemExit(f"want data with demonstrations of at least two tokens; {config.data.paths} has none")
     rows = [row for _, row in read_rows(config.data.paths, None, config.data.limit)]
@@ -81,9 +83,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     print(f"{found} of them were solved behind a beginning; {2 * len(hard)} rows written to {args.output}")
 
 
-def beginnings(config: Config, parts: int, most: float) -> dict[int, list[str]]:
+def beginnings(config: Config, tokenizer: PreTrainedTokenizerBase, parts: int, most: float) -> dict[int, list[str]]:
     """For each row with a demonstration: its first tokens as text, in `parts` lengths up to this share, none twice."""
-    tokenizer = load_tokenizer(config.model)
     data = config.data.model_copy(update={"behavior_logprob": None, "teacher_topk": None})
     examples, report = load_examples(data, tokenizer, max_demonstration_length=config.max_demonstration_length)
     print(report.summary())

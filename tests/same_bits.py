@@ -63,8 +63,7 @@ SHOWN = "{demonstration}<{prompt}"  # the default template has letters, which ar
 CRITIC = {"gae_lambda": 0.9, "critic_updates": 2, "lr": 1e-3, "warmup_steps": 2}
 OTHER_DATA = {"path": "other.jsonl", "max_prompt_length": 8}
 
-# Sections of a configuration as they differ from BASE.
-CASES: dict[str, dict[str, dict[str, Any]]] = {
+CASES: dict[str, dict[str, dict[str, Any]]] = {  # sections of a configuration as they differ from BASE
     "plain rlplus": {"algorithm": {"preset": "rlplus"}},
     "plain grpo": {"algorithm": {"preset": "grpo"}, "train": {"backend": "reference"}},
     "plain dapo": {"algorithm": {"preset": "dapo"}},

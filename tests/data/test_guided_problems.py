@@ -75,7 +75,11 @@ def lines(path: Path) -> list[dict[str, Any]]:
 
 
 def test_hard_problems_get_the_shortest_beginning_that_helps(
-    tmp_path: Path, script: Any, asked: Counter[str], capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    script: Any,
+    asked: Counter[str],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Up to a quarter of 18 tokens in four parts: 1, 2, 3 and 4 of them."""
     rows = [*(row(name) for name in "abcde"), row("f") | {"demonstration": None}, row("b") | {"note": [1, None]}]
@@ -98,6 +102,7 @@ def test_hard_problems_get_the_shortest_beginning_that_helps(
     data = config.data.model_copy(update={"path": str(output), "max_prompt_length": 8})
     examples, _ = load_examples(data, byte_tokenizer(), max_demonstration_length=20)
     assert [bytes(e.prompt).decode() for e in examples[:4]] == ["b=", "b=|b", "c=", "c=|ccc"]
+    monkeypatch.undo()
     assert len(metrics(train(load_config(run, [f"data.path={output}", "data.max_prompt_length=8"])))) == 2
 
 
@@ -114,7 +119,7 @@ def test_problems_that_cannot_be_graded_are_not_called_hard(
 ) -> None:
     grader = tmp_path / "grade.py"
     grader.write_text(
-        "def grade(text, answer):\n    assert answer != 'B', 'no grader for it'\n    return float(f'<{answer}>' in text)\n"
+        "def grade(text, answer):\n    assert answer != 'B', 'unknown'\n    return float(f'<{answer}>' in text)\n"
     )
     run, _ = write_run(tmp_path, [row("b"), row("c")])
     output = tmp_path / "guided.jsonl"
