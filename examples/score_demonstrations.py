@@ -56,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--temperature", type=float, default=1.0, help="that demonstrations were sampled at; default 1")
     parser.add_argument("--topk", type=int, default=0, help="likeliest tokens of a teacher, in place of logprobs")
     parser.add_argument("--tokens", type=int, default=16384, help="per forward pass, padding included")
-    args = parser.parse_args(argv)
+    args = parser.parse_intermixed_args(argv)
     if args.topk and args.temperature != 1:
         parser.error(f"want --temperature 1 with --topk: the run takes both models so; got {args.temperature:g}")
     if not 0 <= args.topk <= MOST:

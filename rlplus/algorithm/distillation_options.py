@@ -10,7 +10,8 @@ from rlplus.algorithm.recipe_base import RecipeOptions
 from rlplus.common.section import Fraction, PathText
 
 
-def _demonstration_template(template: str) -> str:
+def demonstration_template(template: str) -> str:
+    """The str.format template of a prompt that shows a demonstration; ValueError if it is none."""
     try:
         names = {name for _, name, _, _ in Formatter().parse(template) if name is not None}
         template.format(prompt="", demonstration="")
@@ -149,7 +150,7 @@ class SelfDistill(Distillation):
     beside it the average in fp32, which the ranks divide; with model.lora of the adapters alone."""
     teacher_update_rate: Annotated[float, Field(gt=0, le=1)] = 0.05
     """Share of the policy in the average, after each of its updates: average + rate * (policy - average)."""
-    template: Annotated[str, AfterValidator(_demonstration_template)] = (
+    template: Annotated[str, AfterValidator(demonstration_template)] = (
         "{prompt}\n\nHere is a solution, for your eyes only:\n\n{demonstration}\n\n"
         "Understand it first. Then answer in your own words, as if you had found it yourself."
     )

@@ -121,7 +121,7 @@ class PrefixSearch(RecipeOptions):
     whole_demonstrations: ClassVar[bool] = False
 
     name: Literal["prefix-search"] = "prefix-search"
-    parts: Count = 10
+    parts: Annotated[int, Field(ge=2)] = 10
     """Equal parts of a demonstration, in tokens; a prefix has at least one and not all. A search samples a group at
     most log2(parts) times, rounded up."""
     above: Fraction = 0.0
@@ -141,8 +141,12 @@ class PrefixSearch(RecipeOptions):
 
     def problems(self, config: Any) -> Iterator[str]:
         yield from _problems_of_prefixes(config)
-        if config.train.overlap:
-            yield "it samples groups again with the weights of their step: want train.overlap 0"
+        size = config.rollout.group_size
+        if not any(self.above < right / size < self.below for right in range(1, size)):
+            yield (
+                "no number of right rollouts of a group is inside above and below: want a rollout.group_size of at "
+                f"least 2 and wider bounds; got {size}, {self.above:g} and {self.below:g}"
+            )
 
 
 def _problems_of_prefixes(config: Any) -> Iterator[str]:

@@ -21,6 +21,7 @@ ASSUMPTIONS = (
     f"{NETWORK / 1e9:.0f} GB/s a GPU between nodes",
     f"{PCIE / 1e9:.0f} GB/s to the host",
     "every prompt and response as long as allowed",
+    "every prompt sampled once",
     "no time for rewards and data",
 )
 

@@ -1,4 +1,4 @@
-"""The recipe of searched prefixes: unsolved prompts are sampled again behind the shortest that helps (BREAD)."""
+"""The recipe of searched prefixes: unsolved prompts are sampled again behind one that helps (BREAD)."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass

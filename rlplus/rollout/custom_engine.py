@@ -171,6 +171,8 @@ def _by_function(function: RolloutFunction, name: str, tokenizer: PreTrainedToke
     def respond_by_function(
         engine: RolloutEngine, tasks: Sequence[Task], requests: Sequence[Request], sampling: Sampling
     ) -> list[list[Completion]]:
+        if not requests:  # a rank may have none while others have some
+            return []
         sampler = Sampler(engine, tokenizer, sampling)
         asked = zip(tasks, requests, strict=True)
         groups = [[Response(task, request.max_tokens) for _ in range(request.n)] for task, request in asked]

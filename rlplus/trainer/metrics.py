@@ -92,12 +92,11 @@ def tally_samples(tally: Tally, samples: Sequence[Sample]) -> None:
     tally.mean("batch/solve_none", sum(max(group) <= 0 for group in groups.values()), len(groups))
 
 
-def tally_segments(tally: Tally, samples: Sequence[Sample], step: int, waiting: float) -> None:
-    """Add the ages of a batch's sampled tokens, in steps, and the number of unfinished responses behind the batch."""
+def tally_segments(tally: Tally, samples: Sequence[Sample], step: int) -> None:
+    """Add the ages of sampled tokens, in steps."""
     parts = [(step - version, tokens) for sample in samples for version, tokens in sample.segments]
     tally.mean("batch/staleness", sum(age * tokens for age, tokens in parts), sum(tokens for _, tokens in parts))
     tally.maximum("batch/staleness_max", max((age for age, _ in parts), default=0))
-    tally.mean("batch/waiting", waiting)
 
 
 def tally_outputs(tally: Tally, outputs: Sequence[PolicyLoss]) -> None:

@@ -116,7 +116,8 @@ class Rollouts:
                 position, question = self.sampler.state(), self._question(step)
                 self._ahead.append(Ahead(position, self._thread.submit(question, self.engine.engine)))
         if self.config.rollout.segment:
-            tally_segments(tally, drawn.samples, step, drawn.unfinished * self.world)
+            tally_segments(tally, drawn.samples, step)
+            tally.mean("batch/waiting", drawn.unfinished * self.world)
         elif drawn.version is not None and overlap:
             tally.mean("batch/staleness", step - drawn.version)
         return Batch([self.examples[i] for i in drawn.indices], drawn.samples, drawn.seconds, drawn.indices)
@@ -139,6 +140,8 @@ class Rollouts:
             samples = self.engine.ask(
                 lambda engine: generate(engine, going, self.config, self.respond, seed, step), interruptible=True
             )
+        if self.config.rollout.segment:
+            tally_segments(tally, samples, step)
         samples = [replace(sample, group=groups[sample.group]) for sample in samples]
         return Batch(batch.examples, samples, time.perf_counter() - start, batch.indices)
 

@@ -70,16 +70,16 @@ class Step:
             samples = [sample for sample in batch.samples if sample.group not in asks] + new.samples
             samples.sort(key=lambda sample: sample.group)
             batch = replace(batch, samples=samples, seconds=batch.seconds + new.seconds)
-        tally_samples(tally, batch.samples)
-        self.ungraded += [(batch.examples[sample.group], sample) for sample in batch.samples if sample.masked]
         # Copies: shaping changes them, and an abandoned step goes back to the samples as drawn.
         batch.samples = [replace(sample) for sample in batch.samples if not sample.masked]
         return batch
 
     def _score(self, batch: Batch) -> Batch:
-        """The batch with its samples' rewards set; their tokens are counted as generated."""
+        """The batch with its samples' rewards set. Metrics are of all samples, those too that are replaced later."""
         with self.tally.time("score"):
             score(batch.samples, batch.examples, self.run.scorer, self.run.decode)
+        tally_samples(self.tally, batch.samples)
+        self.ungraded += [(batch.examples[sample.group], sample) for sample in batch.samples if sample.masked]
         self.generated += sum(sample.loss_tokens[0] for sample in batch.samples)
         return batch
 

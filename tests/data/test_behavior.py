@@ -182,7 +182,7 @@ def test_the_script_scores_the_tokens_that_the_run_trains_on(tmp_path: Path, scr
     rows.append({"prompt": "1=", "answer": "1", "demonstration": None})
     Path(config.data.paths[0]).write_text("".join(json.dumps(row) + "\n" for row in rows))
     options = ["--model", str(model), "--output", str(output), "--temperature", "0.7", "--tokens", "24"]
-    script["main"]([str(path), *options])
+    script["main"]([str(path), *options, "train.seed=1"])
     scored = [json.loads(line) for line in output.read_text().splitlines()]
     assert [{k: v for k, v in row.items() if k != "behavior_logprob"} for row in scored] == rows
     assert scored[-1]["behavior_logprob"] is None

@@ -1,27 +1,22 @@
 """The recipe of searched prefixes: bisection, what a step trains on, the loss, and that a run resumes."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from recipe_cases import check_gradient, draw_rewards, drawn_batch, recipe_of, resumed, tokens_of
+from recipe_cases import check_gradient, drawn_batch, recipe_of, resumed, tokens_of
 from torch import Tensor
-from trainer_runs import metrics, run_config
+from trainer_runs import run_config
 from update_cases import packed
 
 from rlplus.data import Example, Sample
 from rlplus.recipe import Ask, Batch, Recipe
 from rlplus.recipe.prefix_search import PrefixSearchRecipe
-from rlplus.rollout import Completion
-from rlplus.rollout.transformers_engine import TransformersEngine
-from rlplus.trainer import Run, open_run, train
-from rlplus.trainer.engine import EngineFailed
-from rlplus.trainer.loop import train_step
-from rlplus.trainer.step import Step
+from rlplus.trainer import Run, open_run
 
 SIZE = 4
 LONG = Example(3, (1, 2), "", tuple(range(10, 51)))  # 40 tokens and the end
@@ -131,7 +126,12 @@ def test_bounds_say_how_many_rollouts_are_to_be_right(run: Run, tmp_path: Path) 
     assert tried == [[0], [0, 20, 28, 32, 36], [0, 20], [0]]
     for options, message in (
         ({"above": 0.5, "below": 0.5}, "want above < below; got 0.5 and 0.5"),
-        ({"parts": 0}, "greater than or equal to 1"),
+        ({"parts": 1}, "greater than or equal to 2"),
+        (
+            {"above": 0.3, "below": 0.45},
+            "want a rollout.group_size of at least 2 and wider bounds; got 4, 0.3 and 0.45",
+        ),
+        ({"above": 0.75}, "no number of right rollouts of a group is inside above and below"),
         ({"below": 1.5}, "less than or equal to 1"),
     ):
         with pytest.raises(ValueError, match=message):
@@ -151,74 +151,25 @@ def test_what_cannot_be_searched_stays(run: Run, tmp_path: Path) -> None:
     assert recipe.again(Batch([LONG], some, 0.0), 0).keys() == {0}
     # the grader fails behind the prefix: nothing is known of it
     assert recipe.again(Batch([LONG], ungraded, 0.0), 1) == {}
+    assert recipe.metrics()["prefix/found"] == (0, 4)
+    assert recipe.metrics()["reward/without_prefix"] == (0.0, 5 * SIZE + 2)
 
 
-def noted(monkeypatch: pytest.MonkeyPatch) -> list[list[tuple[tuple[int, ...], int]]]:
-    """The prompts and numbers of responses of every call of the engine in a run whose rewards are drawn."""
-    asked: list[list[tuple[tuple[int, ...], int]]] = []
-    generate = TransformersEngine.generate
+def test_metrics_of_a_step_are_of_all_its_draws(run: Run, tmp_path: Path) -> None:
+    recipe = bread(tmp_path)
+    first = Batch([LONG] * 3, [s for i in range(3) for s in group(i, LONG, (), i)], 0.0)
 
-    def noting(engine: Any, requests: Any, sampling: Any) -> Any:
-        asked.append([(tuple(request.prompt), request.n) for request in requests])
-        assert all(request.max_tokens <= 8 for request in requests)
-        return generate(engine, requests, sampling)
+    def draw() -> Batch:
+        assert recipe.again(first, 0).keys() == {0}
+        behind = Batch([LONG] * 3, [*group(0, LONG, (10,), 2), *first.samples[SIZE:]], 0.0)
+        assert recipe.again(behind, 1) == {}
+        return behind
 
-    monkeypatch.setattr(TransformersEngine, "generate", noting)
-    monkeypatch.setattr("rlplus.trainer.step.score", draw_rewards)
-    return asked
-
-
-def test_a_step_trains_on_the_groups_that_were_sampled_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = run_config(tmp_path, algorithm={"preset": "bread"}, train={"steps": 1})
-    asked = noted(monkeypatch)
-    with open_run(config) as run:
-        asked.clear()
-        step = Step(run)
-        batch = step.collect()
-        first, *others = [call for call in asked if call[0][1] == SIZE]  # without the probe
-        assert len(first) == 4
-        assert 1 <= len(others) <= 2  # three tokens: two lengths
-        last = {prompt[:4]: prompt for call in (first, *others) for prompt, _ in call}
-        assert len(last) == 4
-        members = [[s for s in batch.samples if s.group == i] for i in range(4)]
-        assert [s.group for s in batch.samples] == sorted(s.group for s in batch.samples)
-        for example, own in zip(batch.examples, members, strict=True):
-            shown = last[example.prompt][4:]
-            assert len(own) == SIZE
-            assert example.demonstration is not None
-            assert shown == example.demonstration[: len(shown)]
-            for sample in own:
-                assert tuple(sample.prompt) == example.prompt
-                assert tuple(sample.response[: len(shown)]) == shown
-                assert sample.loss_tokens == (len(sample.response) - len(shown), len(shown))
-                assert sample.engine_logprob is not None
-                assert [math.isnan(p) for p in sample.engine_logprob[: len(shown)]] == [True] * len(shown)
-        assert any(len(prompt) > 4 for prompt in last.values())
-        assert step.generated > sum(sample.loss_tokens[0] for sample in batch.samples)  # others were sampled, too
-        step.credit(batch)
-        assert all(sample.loss_tokens[1] == 0 for sample in batch.samples)
-        seconds = step.tally.reduce()
-        assert seconds["reward/internal"] == sum(s.reward for s in batch.samples) / len(batch.samples)
-
-
-def test_groups_sampled_again_have_new_noise_and_the_same_after_a_rewind(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with open_run(run_config(tmp_path, algorithm={"preset": "bread"})) as run:
-        monkeypatch.setattr("rlplus.trainer.step.score", draw_rewards)
-        found = []
-        for _ in range(2):
-            step = Step(run)
-            batch = run.rollouts.draw(0, step.tally)
-            asks = {0: Ask(SIZE, False), 2: Ask(2, False)}
-            found.append([run.rollouts.again(batch, asks, tries, 0, step.tally) for tries in (1, 2)])
-            assert [s.group for s in found[-1][0].samples] == [0] * SIZE + [2] * 2
-            responses = [[list(s.response) for s in each.samples if s.group == 0] for each in (batch, *found[-1])]
-            assert responses[0] != responses[1] != responses[2] != responses[0]
-            assert run.rollouts.again(batch, {}, 3, 0, step.tally).samples == []
-            run.rollouts.rewind()
-        one, other = ([[s.response for s in part.samples] for part in parts] for parts in found)
-        assert one == other
+    recipe.collect(lambda: (draw(), draw())[1])
+    want = {"prefix/share": (40, 80), "prefix/unsolved": (2, 6), "prefix/found": (2, 2), "prefix/tries": (2, 2)}
+    assert recipe.metrics() == want | {"reward/without_prefix": (6.0, 6 * SIZE)}
+    recipe.collect(lambda: first)
+    assert recipe.metrics()["prefix/unsolved"] == (0, 0)
 
 
 def test_bread_is_grpo_with_a_kl_term_behind_the_prefix(run: Run, tmp_path: Path) -> None:
@@ -262,7 +213,7 @@ def test_bread_is_grpo_with_a_kl_term_behind_the_prefix(run: Run, tmp_path: Path
 
 def test_a_search_needs_the_weights_of_its_step(run: Run, tmp_path: Path) -> None:
     process = {"engine": "transformers", "mode": "process", "group_size": 4, "max_response_length": 8}
-    with pytest.raises(ValueError, match=r"prefix-search: .*want train\.overlap 0"):
+    with pytest.raises(ValueError, match=r"train\.overlap does not support algorithm\.recipe prefix-search"):
         run_config(tmp_path, algorithm={"preset": "bread"}, rollout=process, train={"overlap": 1})
     environment = {"environment": {"library": "verifiers", "name": "games"}}
     with pytest.raises(ValueError, match=r"prefix-search: it does not support rollout\.environment"):
@@ -286,78 +237,3 @@ def test_a_run_of_bread_resumes_bit_for_bit(tmp_path: Path, monkeypatch: pytest.
         assert row["response_length/max"] <= 8
         assert "actor/prob_external" not in row
         assert row["prefix/tries"] <= 2
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"rollout": {"segment": 3, "engine": "transformers", "group_size": 3, "max_response_length": 8}},
-        {"algorithm": {"preset": "bread", "refill": {"max_draws": 3, "fill": True}}},
-    ],
-    ids=["segments", "refill"],
-)
-def test_searches_go_with_segments_and_with_refill(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: Mapping[str, Any]
-) -> None:
-    monkeypatch.setattr("rlplus.trainer.step.score", draw_rewards)
-    train_section = {"steps": 6, "lr": 1e-4}
-    rows = metrics(
-        train(run_config(tmp_path, **({"algorithm": {"preset": "bread"}, "train": train_section} | changes)))
-    )
-    assert any(row["prefix/tries"] > 0 for row in rows)
-    if "rollout" in changes:
-        assert all(row["batch/staleness_max"] <= 3 for row in rows)
-    else:
-        assert any(row["batch/draws"] > 1 for row in rows)
-        assert all(row["batch/kept"] > 0 for row in rows)
-
-
-class Again(Recipe):
-    """Every first group is sampled once more."""
-
-    def again(self, batch: Batch, tries: int) -> Mapping[int, Ask]:
-        return {} if tries else {0: Ask(2, True)}
-
-
-def test_a_recipe_of_ones_own_samples_groups_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rlplus.trainer.step.score", draw_rewards)
-    monkeypatch.setattr("rlplus.trainer.run_parts.make_recipe", Again)
-    with open_run(run_config(tmp_path)) as run:
-        step = Step(run)
-        batch = step.collect()
-        assert [s.group for s in batch.samples] == [0] * 3 + [1] * 4 + [2] * 4 + [3] * 4
-        assert [s.demonstration for s in batch.samples[:3]] == [False, False, True]
-        train_step(run)
-    process = {"engine": "transformers", "mode": "process", "group_size": 4, "max_response_length": 8}
-    with (
-        open_run(run_config(tmp_path, "ahead", rollout=process, train={"overlap": 1})) as run,
-        pytest.raises(ValueError, match=r"Again samples groups again: want train\.overlap 0; got 1"),
-    ):
-        train_step(run)
-
-
-def test_an_engine_that_fails_in_a_search_ends_the_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The run goes on from the step's start with the same result."""
-    monkeypatch.setattr("rlplus.trainer.step.score", draw_rewards)
-    generate, calls = TransformersEngine.generate, [0]
-
-    def failing(engine: Any, requests: Any, sampling: Any) -> list[list[Completion]]:
-        calls[0] += len(requests[0].prompt) > 4 if requests else 0
-        if calls[0] == 4:
-            raise RuntimeError("no memory")
-        return generate(engine, requests, sampling)
-
-    sections = {"algorithm": {"preset": "bread"}, "train": {"steps": 5, "lr": 1e-3}}
-    whole = metrics(train(run_config(tmp_path, "whole", **sections)))
-    config = run_config(tmp_path, "parts", **sections)
-    with monkeypatch.context() as patch:
-        patch.setattr(TransformersEngine, "generate", failing)
-        patch.setattr("rlplus.trainer.engine.SyncedEngine._renew", lambda self: None)
-        patch.setattr("rlplus.trainer.engine.SyncedEngine.ask", once)
-        with pytest.raises(EngineFailed, match="no memory"):
-            train(config)
-    assert metrics(train(config, resume="auto")) == whole
-
-
-def once(engine: Any, question: Any, *, interruptible: bool = False) -> Any:
-    return engine._agreed(lambda: question(engine.engine))

@@ -291,3 +291,12 @@ def test_rewards_of_the_function_count_in_an_evaluation() -> None:
         respond=make_respond("rollout_functions:graded", TOKENIZER, 14),
     )
     assert (result.correct, result.statuses) == ((2, 2), {"ok": 8})
+
+
+def test_a_rank_without_a_prompt_does_not_call_the_function(tmp_path: Path) -> None:
+    """Which may read its first response, as this one does."""
+    (tmp_path / "first.py").write_text("def respond(sampler, responses):\n    sampler(responses[:1])\n")
+    answer = make_respond(f"{tmp_path / 'first.py'}:respond", TOKENIZER, 32)
+    script: Any = Script([])
+    assert answer(script, [], [], Sampling(0.7, 3)) == []
+    assert script.asked == []

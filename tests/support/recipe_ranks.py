@@ -27,7 +27,7 @@ CASES: dict[str, dict[str, Any]] = {
     "hpt": {"preset": "hpt"},
     "uft": {"preset": "uft", "recipe": {"steps": 4}},
     "prefix-rft": {"preset": "prefix-rft", "recipe": {"steps": 4}},
-    "bread": {"preset": "bread", "objective": {"kl_coef": 0.1}},
+    "bread": {"preset": "bread", "objective": {"kl_coef": 0.0}},
     "srft": {"preset": "srft"},
     "exgrpo": {"preset": "exgrpo", "recipe": {"start": 0.0}},
     "prime": {"preset": "prime", "recipe": {"update": "before", "lr": 1e-3}},
