@@ -1,4 +1,4 @@
-"""Add to a run's data the logprobs of the demonstrations under their author, or a teacher's likeliest tokens.
+"""Add to a run's data the logprobs of the demonstrations under their author, or what a teacher says of them.
 
     python examples/score_demonstrations.py run.yaml --model DEMONSTRATOR --output scored.jsonl [section.key=value ...]
     rlplus train run.yaml data.path=scored.jsonl data.behavior_logprob=behavior_logprob
@@ -19,6 +19,11 @@ With `--topk K` the model is a teacher, and the column has its K likeliest token
     python examples/score_demonstrations.py run.yaml --model TEACHER --topk 16 --output taught.jsonl
     rlplus train run.yaml data.path=taught.jsonl data.teacher_topk=teacher_topk algorithm.preset=sft
         "algorithm.recipe={name: distill, teacher_topk: 16}"
+
+With `--states FOLDER` its hidden states and its head are kept, from which the run has the whole vocabulary:
+
+    python examples/score_demonstrations.py run.yaml --model TEACHER --states states
+    rlplus train run.yaml algorithm.preset=sft "algorithm.recipe={name: distill, teacher_states: states}"
 """
 
 import argparse
@@ -33,11 +38,13 @@ try:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
+    from rlplus.common.teacher_states import StatesWriter, digest, vocabulary_digest
     from rlplus.common.terminal import counter
     from rlplus.config import Config, load_config
     from rlplus.data import Example, load_examples, load_tokenizer
     from rlplus.data.demonstration_columns import holds_several
     from rlplus.data.row_files import Row, get_column, read_rows
+    from rlplus.learner.pretrained import weights_fingerprint
     from rlplus.loss import head_of, linear_logprob
 except ModuleNotFoundError as missing:
     raise SystemExit(f'{missing.name} is not installed: pip install -e ".[train]"') from None
@@ -52,16 +59,17 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("config", help="the run's YAML file")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     parser.add_argument("--model", required=True, help="the demonstrator: a Hugging Face folder or hub name")
-    parser.add_argument("--output", required=True, type=Path, help="JSONL file to write")
+    where = parser.add_mutually_exclusive_group(required=True)
+    where.add_argument("--output", type=Path, help="JSONL file to write")
+    where.add_argument("--states", type=Path, help="folder for a teacher's hidden states and head, in place of a file")
     parser.add_argument("--temperature", type=float, default=1.0, help="that demonstrations were sampled at; default 1")
     parser.add_argument("--topk", type=int, default=0, help="likeliest tokens of a teacher, in place of logprobs")
     parser.add_argument("--tokens", type=int, default=16384, help="per forward pass, padding included")
     args = parser.parse_intermixed_args(argv)
-    if args.topk and args.temperature != 1:
-        parser.error(f"want --temperature 1 with --topk: the run takes both models so; got {args.temperature:g}")
-    if not 0 <= args.topk <= MOST:
-        parser.error(f"want --topk from 1 to {MOST}; got {args.topk}")
-    column_name = TOPK if args.topk else COLUMN
+    if (args.topk or args.states) and args.temperature != 1:
+        parser.error(f"want --temperature 1 of a teacher: the run takes both models so; got {args.temperature:g}")
+    if not 0 <= args.topk <= MOST or (args.topk and args.states):
+        parser.error(f"want --topk from 1 to {MOST}, and not with --states; got {args.topk}")
     config = load_config(args.config, args.overrides)
     tokenizer = load_tokenizer(config.model)
     data = config.data.model_copy(update={COLUMN: None, TOPK: None})
@@ -69,15 +77,27 @@ def main(argv: Sequence[str] | None = None) -> None:
     print(report.summary())
     lm: PreTrainedModel = AutoModelForCausalLM.from_pretrained(args.model, dtype=getattr(torch, config.model.dtype))
     check_tokens(examples, tokenizer, theirs := AutoTokenizer.from_pretrained(args.model), lm)
-    if args.topk and (tokenizer.get_vocab() != theirs.get_vocab() or head_of(lm)["weight"].shape[0] < len(tokenizer)):
+    few = tokenizer.get_vocab() != theirs.get_vocab() or head_of(lm)["weight"].shape[0] < len(tokenizer)
+    if (args.topk or args.states) and few:
         raise ValueError(f"want a teacher with all of the run's {len(tokenizer)} tokens, each with the same number")
     lm = lm.to("cuda" if torch.cuda.is_available() else "cpu").eval()
+    if args.states:
+        keep_states(lm, examples, args, config, tokenizer)
+    else:
+        write_column(lm, examples, args, config, len(tokenizer))
+
+
+def write_column(
+    lm: PreTrainedModel, examples: Sequence[Example], args: argparse.Namespace, config: Config, vocabulary: int
+) -> None:
+    """Write the rows of the data with one column more."""
+    column_name = TOPK if args.topk else COLUMN
     scored: dict[int, Any] = {}  # keys: places in `examples`; tensors, which are a tenth of the lists
     with counter("demonstrations scored:") as progress:
         for batch in batches(examples, args.tokens):
             chosen = [examples[i] for i in batch]
-            scored |= zip(batch, score(lm, chosen, args.temperature, args.topk, len(tokenizer)), strict=True)
-            progress(len(scored), report.demonstrations)
+            scored |= zip(batch, score(lm, chosen, args.temperature, args.topk, vocabulary), strict=True)
+            progress(len(scored), sum(example.demonstration is not None for example in examples))
     found: dict[int, list[Any]] = {}  # keys: rows
     for i, example in enumerate(examples):
         found.setdefault(example.index, []).append(scored.get(i))
@@ -87,6 +107,40 @@ def main(argv: Sequence[str] | None = None) -> None:
             column = {column_name: (told or None) if several(row, config) else told[0] if told else None}
             file.write(json.dumps(row | column, ensure_ascii=False) + "\n")
     print(f"{len(scored)} demonstrations scored; written to {args.output}")
+
+
+def keep_states(
+    lm: PreTrainedModel,
+    examples: Sequence[Example],
+    args: argparse.Namespace,
+    config: Config,
+    tokenizer: PreTrainedTokenizerBase,
+) -> None:
+    """Write the folder; goes on where it was interrupted."""
+    head: Any = head_of(lm)
+    teacher = {
+        "fingerprint": weights_fingerprint(args.model),
+        "vocabulary": vocabulary_digest(tokenizer.get_vocab()),
+        "dtype": config.model.dtype,
+        "hidden": head["weight"].shape[1],
+        "logit_scale": head["logit_scale"],
+        "logit_softcap": head["logit_softcap"],
+    }
+    tensors = {name: head[name].detach().cpu() for name in ("weight", "bias") if head[name] is not None}
+    writer = StatesWriter(args.states, teacher, tensors)
+    names = {i: digest(e.prompt, e.demonstration) for i, e in enumerate(examples) if e.demonstration is not None}
+    left = [e for i, e in enumerate(examples) if i in names and names[i] not in writer.known]
+    tokens = sum(len(e.demonstration or ()) for e in left)
+    print(f"{len(left)} demonstrations, {tokens * teacher['hidden'] * head['weight'].itemsize / 1e9:.2g} GB to write")
+    done = 0
+    with counter("demonstrations kept:") as progress:
+        for batch in batches(left, args.tokens):
+            chosen = [left[i] for i in batch]
+            for example, states in zip(chosen, predicting(lm, chosen), strict=True):
+                writer.add(digest(example.prompt, example.demonstration or ()), states.cpu())
+            progress(done := done + len(batch), len(left))
+    writer.close()
+    print(f"the states of {len(names)} demonstrations are in {args.states}")
 
 
 def check_tokens(
@@ -106,21 +160,27 @@ def check_tokens(
 
 
 @torch.no_grad()
-def score(lm: PreTrainedModel, batch: Sequence[Example], temperature: float, topk: int, vocabulary: int) -> list[Any]:
-    """The logprobs, at most 0, of each demonstration's tokens; or the likeliest of the first `vocabulary` tokens."""
-    head: Any = head_of(lm)
+def predicting(lm: PreTrainedModel, batch: Sequence[Example]) -> list[torch.Tensor]:
+    """The hidden states (T, H) that predict each demonstration's tokens."""
     sequences = [torch.tensor([*e.prompt, *(e.demonstration or ())], device=lm.device) for e in batch]
     ids = torch.nn.utils.rnn.pad_sequence(sequences, batch_first=True)
     lengths = torch.tensor([len(sequence) for sequence in sequences], device=lm.device)
     mask = torch.arange(ids.shape[1], device=lm.device) < lengths[:, None]
     states = lm.base_model(input_ids=ids, attention_mask=mask.long(), use_cache=False).last_hidden_state
+    parts = zip(batch, sequences, states, strict=True)
+    return [hidden[len(e.prompt) - 1 : len(sequence) - 1] for e, sequence, hidden in parts]
+
+
+@torch.no_grad()
+def score(lm: PreTrainedModel, batch: Sequence[Example], temperature: float, topk: int, vocabulary: int) -> list[Any]:
+    """The logprobs, at most 0, of each demonstration's tokens; or the likeliest of the first `vocabulary` tokens."""
+    head: Any = head_of(lm)
     scored = []
-    for e, sequence, hidden in zip(batch, sequences, states, strict=True):
-        start = len(e.prompt)
-        predictors, target = hidden[start - 1 : len(sequence) - 1], sequence[start:]
+    for e, predictors in zip(batch, predicting(lm, batch), strict=True):
         if topk:
             scored.append(likeliest(predictors, head, topk, vocabulary))
             continue
+        target = torch.tensor(e.demonstration, device=lm.device)
         logprob, _ = linear_logprob(predictors, target=target, temperature=temperature, **head)
         scored.append((logprob.clamp(max=0.0).cpu(),))
     return scored

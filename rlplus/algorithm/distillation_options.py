@@ -1,6 +1,6 @@
 """Options of recipes that distil: a teacher beside the policy, or the policy itself with a demonstration."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from string import Formatter
 from typing import Annotated, Any, ClassVar, Literal, Self
 
@@ -8,6 +8,7 @@ from pydantic import AfterValidator, Field, model_validator
 
 from rlplus.algorithm.recipe_base import RecipeOptions
 from rlplus.common.section import Fraction, PathText
+from rlplus.common.teacher_states import TeacherStates, digest
 
 
 def demonstration_template(template: str) -> str:
@@ -90,6 +91,9 @@ class Distill(Distillation):
     teacher_url: Annotated[str, Field(pattern=r"^https?://")] | None = None
     """In place of teacher: a vLLM server of it on any machine, such as http://localhost:8001, started with
     vllm serve MODEL. It is asked about each step's responses once; the key in TEACHER_API_KEY is sent along."""
+    teacher_states: PathText | None = None
+    """In place of teacher: a folder with its head and its hidden states for the demonstrations, which
+    examples/score_demonstrations.py --states writes; for preset sft."""
     teacher_topk: Annotated[int, Field(ge=1, le=1024)] = 16
     """Number of the likeliest tokens at each place that a divergence has of the server's model or of data.teacher_topk:
     a token is then one of these, or any other. More than 16 want vllm serve --max-logprobs of 1.25 times as many."""
@@ -97,7 +101,7 @@ class Distill(Distillation):
     @model_validator(mode="after")
     def _check_teacher(self) -> Self:
         topk = Distill.model_fields["teacher_topk"].default
-        if self.teacher_topk != topk and (self.teacher is not None or not self.own_loss):
+        if self.teacher_topk != topk and (self.teacher or self.teacher_states or not self.own_loss):
             raise ValueError("teacher_topk belongs to teacher_url or data.teacher_topk, with a divergence")
         return self
 
@@ -115,23 +119,39 @@ class Distill(Distillation):
 
     @property
     def topk(self) -> int:
-        return self.teacher_topk if self.teacher is None and self.own_loss else 0
+        return 0 if self.teacher or self.teacher_states or not self.own_loss else self.teacher_topk
+
+    @property
+    def stored_teacher(self) -> str | None:
+        return self.teacher_states
+
+    def refusals(self, examples: Sequence[Any]) -> Iterator[str]:
+        if self.teacher_states is None:
+            return
+        known, shown = TeacherStates(self.teacher_states), [e for e in examples if e.demonstration is not None]
+        if lacking := sum(digest(e.prompt, e.demonstration) not in known for e in shown):
+            yield (
+                f"want the teacher's states of all {len(shown)} demonstrations, in these tokens; {self.teacher_states} "
+                f"lacks {lacking}: run examples/score_demonstrations.py --states with this configuration again"
+            )
 
     def problems(self, config: Any) -> Iterator[str]:
         given = {
             "teacher": self.teacher,
             "teacher_url": self.teacher_url,
+            "teacher_states": self.teacher_states,
             "data.teacher_topk": config.data.teacher_topk,
         }
         told = [name for name, value in given.items() if value is not None]
         if len(told) != 1:
-            one = "a Hugging Face folder or hub name, or teacher_url, the address of a server, or data.teacher_topk"
-            yield f"want algorithm.recipe.teacher, {one}; got {' and '.join(told) or 'none'}"
-        if len(told) == 1 and self.teacher is None and config.rollout.temperature != 1:
+            one = "a Hugging Face folder or hub name, or teacher_url, the address of a server, or teacher_states, or"
+            yield f"want algorithm.recipe.teacher, {one} data.teacher_topk; got {' and '.join(told) or 'none'}"
+        if len(told) == 1 and not (self.teacher or self.teacher_states) and config.rollout.temperature != 1:
             at = f"want rollout.temperature 1 with {told[0]}; got {config.rollout.temperature:g}"
             yield f"a teacher's logprobs from elsewhere are at temperature 1: {at}"
-        if config.data.teacher_topk is not None and config.algorithm.preset != "sft":
-            yield f"data.teacher_topk is for demonstrations: want preset sft; got {config.algorithm.preset}"
+        for name in ("teacher_states", "data.teacher_topk"):
+            if given[name] is not None and config.algorithm.preset != "sft":
+                yield f"{name} is for demonstrations: want preset sft; got {config.algorithm.preset}"
         yield from super().problems(config)
 
 

@@ -1,6 +1,6 @@
 """The base class of the options of recipes."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
 from rlplus.common.section import Section
@@ -52,6 +52,11 @@ class RecipeOptions(Section):
         return None
 
     @property
+    def stored_teacher(self) -> str | None:
+        """The folder with a frozen teacher's head and its hidden states."""
+        return None
+
+    @property
     def topk(self) -> int:
         """Number of a teacher's likeliest tokens, from such a server or the data, for a loss of its own; 0 = none."""
         return 0
@@ -93,6 +98,10 @@ class RecipeOptions(Section):
 
     def problems(self, config: Any) -> Iterator[str]:
         """Reasons why a run cannot use the recipe with its other settings. config: an `rlplus.config.Config`."""
+        yield from ()
+
+    def refusals(self, examples: Sequence[Any]) -> Iterator[str]:
+        """Reasons why a run cannot train on these prompts. examples: a list of `rlplus.data.Example`."""
         yield from ()
 
     def largest_update(self, config: Any, samples: int) -> int:

@@ -12,6 +12,7 @@ from typing import Literal
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
+from rlplus.common.teacher_states import TeacherStates
 from rlplus.config.benchmarks import BENCHMARKS
 from rlplus.config.folders import DATA_SUFFIXES
 from rlplus.config.schema import Config
@@ -42,6 +43,8 @@ def check_training_files(config: Config, *, model: bool = True) -> None:
         check_model_path(config.model.path)
     if (teacher := config.algorithm.resolve().recipe.teacher_model) is not None:
         check_model_path(teacher, "algorithm.recipe.teacher")
+    if (states := config.algorithm.resolve().recipe.stored_teacher) is not None:
+        TeacherStates(states)
     if config.model.chat_template is not None:
         read_chat_template(config.model.chat_template)
     check_output_folder(Path(config.output_dir), "output_dir")

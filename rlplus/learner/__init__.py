@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     )
     from rlplus.learner.prime_model import ProcessModel
     from rlplus.learner.served_teacher import GivenTeacher, ServedTeacher
+    from rlplus.learner.stored_teacher import StoredTeacher
     from rlplus.learner.teacher import SelfTeacher, Teacher, accumulate_divergence
     from rlplus.learner.value_model import ValueModel
 
@@ -35,6 +36,7 @@ __all__ = [
     "ProcessModel",
     "SelfTeacher",
     "ServedTeacher",
+    "StoredTeacher",
     "Teacher",
     "ValueModel",
     "accumulate_divergence",
@@ -69,6 +71,7 @@ __getattr__, __dir__ = lazy_names(
         ),
         "prime_model": ("ProcessModel",),
         "served_teacher": ("GivenTeacher", "ServedTeacher"),
+        "stored_teacher": ("StoredTeacher",),
         "teacher": ("SelfTeacher", "Teacher", "accumulate_divergence"),
         "value_model": ("ValueModel",),
     },

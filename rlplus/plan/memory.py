@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from rlplus.common.teacher_states import TeacherStates
 from rlplus.config import Config
 from rlplus.learner.deepspeed_settings import check_eight_bit, check_sharded_head, deepspeed_config
 from rlplus.loss import MAX_SCRATCH_MB
@@ -84,6 +85,8 @@ def estimate_memory(config: Config, model: Model, cluster: Cluster) -> Memory:
         always["moving average"] = _moving_average(config, model, cluster)
     if model.teacher is not None:
         always["teacher"] = model.teacher.parameters * model.teacher.itemsize
+    if algorithm.recipe.stored_teacher is not None:
+        always["teacher's head"] = TeacherStates(algorithm.recipe.stored_teacher).head_bytes
     staying = sum(states.gradients for _, states in learners if states.gradients_stay)
     between = always | ({"gradients": staying} if staying else {})
 
@@ -250,6 +253,8 @@ def head_memory(config: Config, model: Model, cluster: Cluster) -> int:
     beside = KEPT_PAIR * N * config.rollout.top_k if model.head is None else 0
     if topk := config.algorithm.resolve().recipe.topk:
         beside += TOPK_PAIR * N * topk
+    elif states := config.algorithm.resolve().recipe.stored_teacher:
+        beside += b * N * int(TeacherStates(states).facts["hidden"])
     elif own_loss:
         beside += b * N * (model if model.teacher is None else model.teacher).hidden
     return b * N * H + weight + accumulator + beside + head_scratch(config, model, cluster)

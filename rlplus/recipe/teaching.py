@@ -9,7 +9,15 @@ from transformers import PretrainedConfig
 from rlplus.algorithm import Distill
 from rlplus.config import Config
 from rlplus.data import MicroBatch, per_token
-from rlplus.learner import GivenTeacher, SelfTeacher, ServedTeacher, Teacher, accumulate_divergence, by_sample
+from rlplus.learner import (
+    GivenTeacher,
+    SelfTeacher,
+    ServedTeacher,
+    StoredTeacher,
+    Teacher,
+    accumulate_divergence,
+    by_sample,
+)
 from rlplus.loss import PolicyLoss
 from rlplus.recipe.plain import Batch, Recipe, Update
 
@@ -18,11 +26,11 @@ class DistillRecipe(Recipe):
     """A divergence from the teacher is the loss, or the teacher's logprobs give each sampled token its advantage.
 
     GKD (arXiv 2306.13649) with student data only has the first, Thinking Machines' on-policy distillation the second.
-    The teacher is a frozen model, here or on a server; or its likeliest tokens are in the data.
+    The teacher is a frozen model, here or on a server; or, for demonstrations, its states or likeliest tokens are kept.
     """
 
     options: Distill
-    teacher: Teacher | ServedTeacher | GivenTeacher | SelfTeacher
+    teacher: Teacher | ServedTeacher | StoredTeacher | GivenTeacher | SelfTeacher
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
@@ -32,6 +40,9 @@ class DistillRecipe(Recipe):
         options, self.pad_id = self.options, pad_id
         if options.teacher_url is not None:
             self.teacher = ServedTeacher(options.teacher_url, options.topk, self.policy, model_path)
+            return
+        if options.teacher_states is not None:
+            self.teacher = StoredTeacher(options.teacher_states, self.policy, model_path)
             return
         frozen = options.teacher
         self.teacher = GivenTeacher() if frozen is None else Teacher(frozen, self.policy, model_path)
@@ -46,7 +57,7 @@ class DistillRecipe(Recipe):
                 self.teacher.show(batch.samples)
             return
         samples, policy = batch.samples, self.policy
-        assert not isinstance(self.teacher, GivenTeacher), "want a checked configuration"
+        assert not isinstance(self.teacher, GivenTeacher | StoredTeacher), "want a checked configuration"
 
         def asked(compute: Callable[[MicroBatch], Tensor]) -> list[Tensor]:
             return by_sample(samples, compute, self.config, self.pad_id, policy.device)

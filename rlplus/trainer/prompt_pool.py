@@ -26,6 +26,7 @@ class Prompts:
         """Reasons for which a run with this configuration refuses them."""
         if self.graded is not None and self.graded.dropped_share > (allowed := config.data.max_dropped_share):
             yield f"{self.graded.summary()}; want at most data.max_dropped_share={allowed:g} dropped"
+        yield from config.algorithm.resolve().recipe.refusals(self.examples)
         try:
             PromptSampler(len(self.variants), config.train.prompts_per_step, config.train.seed)
         except ValueError as error:

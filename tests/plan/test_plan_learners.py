@@ -1,10 +1,12 @@
 """The plan of a run that trains a second model alongside the policy."""
 
 import pytest
+import torch
 from plan_cases import CPU, QWEN_7B, alive_beyond, everything_known, make_plan, paper, real_storages, thin_model
 from trainer_runs import run_config
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
+from rlplus.common.teacher_states import StatesWriter
 from rlplus.data import Sample, byte_tokenizer
 from rlplus.learner import ValueModel, mean_batches
 from rlplus.plan import GPUS, MOMENTS, Cluster, make_cluster
@@ -154,6 +156,23 @@ def test_the_teacher_of_demonstrations_takes_time():
     told = make_plan(paper("algorithm.preset=sft", *column), cluster)
     assert "teacher" not in told.seconds
     assert "teacher" not in told.memory.parts["head"]
+
+
+def test_of_a_stored_teacher_the_head_is_counted(tmp_path):
+    """On every GPU in all moments, and the states of a micro-batch; it takes no time."""
+    facts = {"fingerprint": "", "vocabulary": "", "dtype": "bfloat16", "hidden": 5120}
+    StatesWriter(tmp_path / "states", facts, {"weight": torch.zeros(50, 5120).bfloat16()}).close()
+    cluster, length = make_cluster(8, "h200"), "data.max_demonstration_length=8192"
+    of = "algorithm.recipe={name: distill, %s, loss: reverse_kl}"
+    given = ("algorithm.preset=sft", "data.demonstration=solution", length)
+    told = make_plan(paper(*given, of % f"teacher_states: {tmp_path / 'states'}"), cluster)
+    beside = make_plan(paper(*given, of % "teacher: Qwen/Qwen2.5-Math-1.5B"), cluster)
+    assert "teacher" not in told.seconds
+    assert all("teacher" not in parts for parts in told.memory.parts.values())
+    heads = {parts["teacher's head"] for parts in told.memory.parts.values()}
+    assert heads == {(tmp_path / "states/head.safetensors").stat().st_size}
+    tokens = told.micro_batch[0] * told.micro_batch[1]
+    assert told.memory.parts["head"]["head"] - beside.memory.parts["head"]["head"] == 2 * tokens * (5120 - 1536)
 
 
 def test_a_teacher_is_counted():

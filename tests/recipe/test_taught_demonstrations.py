@@ -11,30 +11,17 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from engine_runs import same
-from teachers import divergence, gradients, log_probabilities, make_teacher
+from teachers import K, divergence, gradients, log_probabilities, make_teacher, shown, taught
 from tokenizers import AddedToken
 from trainer_runs import metrics, run_config, write_task
 from transformers import AutoModelForCausalLM
 from update_cases import packed
 
-from rlplus.config import Config, load_config
+from rlplus.config import load_config
 from rlplus.data import byte_tokenizer, load_examples
-from rlplus.recipe import Batch, Update
-from rlplus.recipe.plain import demonstration
-from rlplus.trainer import Run, open_run, train
+from rlplus.trainer import open_run, train
 
 SCRIPT = Path(__file__).parents[2] / "examples/score_demonstrations.py"
-K = 5
-
-
-def taught(folder: Path, output: str = "run", loss: str = "reverse_kl", **sections: Any) -> Config:
-    """A run on demonstrations; without a teacher in `recipe`, by the column."""
-    recipe = {"name": "distill", "loss": loss} | sections.pop("recipe", {"teacher_topk": K})
-    if "teacher" not in recipe:
-        sections["data"] = {"path": str(folder / "taught.jsonl"), "teacher_topk": "teacher_topk"} | sections.pop(
-            "data", {}
-        )
-    return run_config(folder, output, algorithm={"preset": "sft", "recipe": recipe}, **sections)
 
 
 @pytest.fixture(scope="module")
@@ -48,13 +35,6 @@ def write_column(script: Any, folder: Path, teacher: Path, k: int = K) -> list[d
     plain.write_text(run_config(folder).to_yaml())
     script["main"]([str(plain), "--model", str(teacher), "--topk", str(k), "--output", str(folder / "taught.jsonl")])
     return [json.loads(line) for line in (folder / "taught.jsonl").read_text().splitlines()]
-
-
-def shown(run: Run) -> Update:
-    """All demonstrations as one update."""
-    samples = [demonstration(example, group) for group, example in enumerate(run.examples)]
-    run.recipe.credit(Batch([], samples, 0.0))
-    return Update(samples, run.recipe.algorithm)
 
 
 @pytest.mark.parametrize(("source", "loss"), [("column", "reverse_kl"), ("column", "forward_kl"), ("model", "jsd")])

@@ -7,12 +7,16 @@ from typing import Any
 import torch
 from deepspeed.utils import safe_get_full_grad
 from torch import Tensor
+from trainer_runs import run_config
 from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 from update_cases import batch_of_samples
 
+from rlplus.config import Config
 from rlplus.data import MicroBatch, Sample, byte_tokenizer
-from rlplus.recipe import Update
+from rlplus.recipe import Batch, Update, demonstration
 from rlplus.trainer import Run
+
+K = 5  # likeliest tokens of a teacher
 
 
 def make_teacher(folder: Path, name: str = "teacher", seed: int = 7, **changes: Any) -> Path:
@@ -37,6 +41,23 @@ def make_teacher(folder: Path, name: str = "teacher", seed: int = 7, **changes: 
         Qwen2ForCausalLM(Qwen2Config(**(values | changes))).save_pretrained(str(path))
     tokenizer.save_pretrained(str(path))
     return path
+
+
+def taught(folder: Path, output: str = "run", loss: str = "reverse_kl", **sections: Any) -> Config:
+    """A run on demonstrations; without a teacher in `recipe`, by the column `teacher_topk` of taught.jsonl."""
+    recipe = {"name": "distill", "loss": loss} | sections.pop("recipe", {"teacher_topk": K})
+    if not {"teacher", "teacher_states"} & recipe.keys():
+        sections["data"] = {"path": str(folder / "taught.jsonl"), "teacher_topk": "teacher_topk"} | sections.pop(
+            "data", {}
+        )
+    return run_config(folder, output, algorithm={"preset": "sft", "recipe": recipe}, **sections)
+
+
+def shown(run: Run) -> Update:
+    """All demonstrations as one update."""
+    samples = [demonstration(example, group) for group, example in enumerate(run.examples)]
+    run.recipe.credit(Batch([], samples, 0.0))
+    return Update(samples, run.recipe.algorithm)
 
 
 def log_probabilities(
