@@ -36,15 +36,16 @@ from typing import Any
 try:
     import pyarrow.parquet as pq
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-    from rlplus.common.teacher_states import StatesWriter, digest, vocabulary_digest
+    from rlplus.common.durable import locked
+    from rlplus.common.teacher_states import LOCK, StatesWriter, TeacherStates, digest, vocabulary_digest
     from rlplus.common.terminal import counter
     from rlplus.config import Config, load_config
     from rlplus.data import Example, load_examples, load_tokenizer
     from rlplus.data.demonstration_columns import holds_several
     from rlplus.data.row_files import Row, get_column, read_rows
-    from rlplus.learner.pretrained import weights_fingerprint
+    from rlplus.learner.pretrained import load_model, positions, read_model_config, weights_fingerprint
     from rlplus.loss import head_of, linear_logprob
 except ModuleNotFoundError as missing:
     raise SystemExit(f'{missing.name} is not installed: pip install -e ".[train]"') from None
@@ -67,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--tokens", type=int, default=16384, help="per forward pass, padding included")
     args = parser.parse_intermixed_args(argv)
     if (args.topk or args.states) and args.temperature != 1:
-        parser.error(f"want --temperature 1 of a teacher: the run takes both models so; got {args.temperature:g}")
+        parser.error(f"want --temperature 1 of a teacher, which wrote nothing; got {args.temperature:g}")
     if not 0 <= args.topk <= MOST or (args.topk and args.states):
         parser.error(f"want --topk from 1 to {MOST}, and not with --states; got {args.topk}")
     config = load_config(args.config, args.overrides)
@@ -75,7 +76,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     data = config.data.model_copy(update={COLUMN: None, TOPK: None})
     examples, report = load_examples(data, tokenizer, max_demonstration_length=config.max_demonstration_length)
     print(report.summary())
-    lm: PreTrainedModel = AutoModelForCausalLM.from_pretrained(args.model, dtype=getattr(torch, config.model.dtype))
+    theirs_config = read_model_config(args.model, config.model.trust_remote_code, "--model")
+    longest = max((len(e.prompt) + len(e.demonstration or ()) for e in examples), default=0)
+    if (places := positions(theirs_config)) is not None and longest > places:
+        raise ValueError(
+            f"want a model with {longest} positions, for prompt and demonstration; {args.model} has {places}"
+        )
+    lm = load_model(config.model, args.model, theirs_config)
     check_tokens(examples, tokenizer, theirs := AutoTokenizer.from_pretrained(args.model), lm)
     few = tokenizer.get_vocab() != theirs.get_vocab() or head_of(lm)["weight"].shape[0] < len(tokenizer)
     if (args.topk or args.states) and few:
@@ -118,8 +125,10 @@ def keep_states(
 ) -> None:
     """Write the folder; goes on where it was interrupted."""
     head: Any = head_of(lm)
+    if (fingerprint := weights_fingerprint(args.model)) is None:
+        raise ValueError(f"want a teacher with safetensors, by which a run knows it; got {args.model} without")
     teacher = {
-        "fingerprint": weights_fingerprint(args.model),
+        "fingerprint": fingerprint,
         "vocabulary": vocabulary_digest(tokenizer.get_vocab()),
         "dtype": config.model.dtype,
         "hidden": head["weight"].shape[1],
@@ -127,20 +136,23 @@ def keep_states(
         "logit_softcap": head["logit_softcap"],
     }
     tensors = {name: head[name].detach().cpu() for name in ("weight", "bias") if head[name] is not None}
-    writer = StatesWriter(args.states, teacher, tensors)
-    names = {i: digest(e.prompt, e.demonstration) for i, e in enumerate(examples) if e.demonstration is not None}
-    left = [e for i, e in enumerate(examples) if i in names and names[i] not in writer.known]
-    tokens = sum(len(e.demonstration or ()) for e in left)
-    print(f"{len(left)} demonstrations, {tokens * teacher['hidden'] * head['weight'].itemsize / 1e9:.2g} GB to write")
-    done = 0
-    with counter("demonstrations kept:") as progress:
-        for batch in batches(left, args.tokens):
-            chosen = [left[i] for i in batch]
-            for example, states in zip(chosen, predicting(lm, chosen), strict=True):
-                writer.add(digest(example.prompt, example.demonstration or ()), states.cpu())
-            progress(done := done + len(batch), len(left))
-    writer.close()
-    print(f"the states of {len(names)} demonstrations are in {args.states}")
+    args.states.mkdir(parents=True, exist_ok=True)
+    with locked(args.states / LOCK, f"want one process at a time that writes into {args.states}"):
+        writer = StatesWriter(args.states, teacher, tensors)
+        shown = {digest(e.prompt, e.demonstration): e for e in examples if e.demonstration is not None}
+        left = {name: e for name, e in shown.items() if name not in writer.known}
+        tokens = sum(len(e.demonstration or ()) for e in left.values())
+        size = tokens * teacher["hidden"] * head["weight"].itemsize / 1e9
+        print(f"{len(left)} of {len(shown)} different demonstrations to keep, {size:.2g} GB")
+        done, (names, chosen) = 0, (list(left), list(left.values()))
+        with counter("demonstrations kept:") as progress:
+            for batch in batches(chosen, args.tokens):
+                for i, states in zip(batch, predicting(lm, [chosen[i] for i in batch]), strict=True):
+                    writer.add(names[i], states)
+                progress(done := done + len(batch), len(left))
+        writer.close()
+        there = len(TeacherStates(args.states))
+    print(f"the states of {len(shown)} demonstrations are in {args.states}, and those of {there - len(shown)} others")
 
 
 def check_tokens(

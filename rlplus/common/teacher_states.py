@@ -9,17 +9,18 @@ import json
 import struct
 from array import array
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlplus.common.durable import replacing, write_text
+from rlplus.common.durable import remove_unfinished, replacing, write_text
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-FACTS, HEAD = "states.json", "head.safetensors"
-SHARD_BYTES = 1 << 30
-Header = Mapping[str, Mapping[str, Any]]
+FACTS, HEAD, LOCK = "states.json", "head.safetensors", ".lock"
+SHARD_BYTES = 1 << 28  # writing takes three times as much memory
+AGAIN = "run examples/score_demonstrations.py --states again"
 
 
 def digest(prompt: Sequence[int], response: Sequence[int]) -> str:
@@ -34,9 +35,10 @@ def vocabulary_digest(vocabulary: Mapping[str, int]) -> str:
 
 
 class TeacherStates:
-    """The states in a folder, of which the names are read at once and the tensors when they are asked for.
+    """The states in a folder; names are read when one is asked for, and tensors one at a time.
 
-    facts: what `StatesWriter` was told of the teacher. ValueError for a folder that is no such one, or not complete.
+    facts: what `StatesWriter` was told of the teacher. ValueError for a folder that is no such one, or not complete,
+    and for a damaged file.
     """
 
     def __init__(self, folder: str | Path, *, complete: bool = True) -> None:
@@ -50,11 +52,12 @@ class TeacherStates:
                 f"want a folder of examples/score_demonstrations.py --states; got {folder}: {error}"
             ) from error
         if complete and not whole:
-            raise ValueError(f"{folder} has a part of the states: run examples/score_demonstrations.py --states again")
+            raise ValueError(f"{folder} has a part of the states: {AGAIN}")
         self._open: dict[Path, Any] = {}
-        self._shards = {
-            name: path for path in sorted(self.folder.glob("states-*.safetensors")) for name in _header(path)
-        }
+
+    @cached_property
+    def _shards(self) -> dict[str, Path]:
+        return {name: path for path in sorted(self.folder.glob("states-*.safetensors")) for name in _names(path)}
 
     def __contains__(self, name: str) -> bool:
         return name in self._shards
@@ -70,6 +73,7 @@ class TeacherStates:
         """The head's weight, and its bias if it has one."""
         from safetensors.torch import load_file
 
+        _names(self.folder / HEAD)
         return load_file(self.folder / HEAD)
 
     def read(self, name: str) -> "Tensor":
@@ -83,55 +87,76 @@ class TeacherStates:
         return states
 
 
-def _header(path: Path) -> Header:
-    with path.open("rb") as file:
-        (size,) = struct.unpack("<Q", file.read(8))
-        header: Header = json.loads(file.read(size))
-    return {name: about for name, about in header.items() if name != "__metadata__"}
+def _names(path: Path) -> list[str]:
+    """The names of a file's tensors; ValueError unless it is as long as it says."""
+    try:
+        with path.open("rb") as file:
+            (size,) = struct.unpack("<Q", file.read(8))
+            if size > path.stat().st_size:
+                raise ValueError("no safetensors")
+            header: dict[str, Any] = json.loads(file.read(size))
+        header.pop("__metadata__", None)
+        end = 8 + size + max((about["data_offsets"][1] for about in header.values()), default=0)
+        if end != path.stat().st_size:
+            raise ValueError(f"{path.stat().st_size} bytes of {end}")
+    except (OSError, ValueError, struct.error, AttributeError, TypeError, LookupError) as error:
+        raise ValueError(f"{path} is damaged ({error}): remove it, and {AGAIN}") from error
+    return list(header)
 
 
 class StatesWriter:
     """Writes such a folder; goes on where another one of the same teacher was interrupted.
 
-    teacher: facts that the states depend on. head: tensors by name. ValueError for a folder of another teacher.
+    For one process at a time, which holds the lock `folder / LOCK`. teacher: facts that the states depend on. head:
+    tensors by name. known: the states that are there. ValueError for a folder of another teacher.
     """
 
     def __init__(self, folder: Path, teacher: Mapping[str, Any], head: "Mapping[str, Tensor]") -> None:
         self.folder, self._teacher = folder, dict(teacher)
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(exist_ok=True)
+        remove_unfinished(folder, r".*\.safetensors|states\.json")
         if (folder / FACTS).exists():
-            self.known = TeacherStates(folder, complete=False)
-            if different := [key for key, value in teacher.items() if self.known.facts.get(key) != value]:
+            there = TeacherStates(folder, complete=False)
+            if different := [key for key, value in teacher.items() if there.facts.get(key) != value]:
+                key = different[0]
                 raise ValueError(
-                    f"want an empty folder, or one with this teacher's states; {folder} has another's, whose "
-                    f"{different[0]} is {self.known.facts.get(different[0])!r}, not {teacher[different[0]]!r}"
+                    f"want an empty folder, or one with this teacher's states; {folder} has another's, whose {key} is "
+                    f"{there.facts.get(key)!r}, not {teacher[key]!r}"
                 )
-        else:
-            if any(folder.iterdir()):
-                raise ValueError(f"want an empty folder, or one with states of this teacher; got {folder}")
+            len(there)  # raises for a damaged file
+        elif any(path.name != LOCK for path in folder.iterdir()):
+            raise ValueError(f"want an empty folder, or one with states of this teacher; got {folder}")
+        self._note(complete=False)
+        if not (folder / HEAD).exists():
             self._save(folder / HEAD, head)
-            self._note(complete=False)
-            self.known = TeacherStates(folder, complete=False)
-        self._count = len([*folder.glob("states-*.safetensors")])
+        self.known = TeacherStates(folder, complete=False)
+        self._number = max(
+            (int(path.stem.rpartition("-")[2]) for path in folder.glob("states-*.safetensors")), default=0
+        )
+        self._added: list[str] = []
         self._waiting: dict[str, Tensor] = {}
         self._bytes = 0
 
     def add(self, name: str, states: "Tensor") -> None:
-        """Keep a sequence's states (T, H), on the CPU."""
-        self._waiting[name] = states.contiguous()
+        """Keep a sequence's states (T, H)."""
+        self._added.append(name)
+        self._waiting[name] = states.cpu().clone()  # a view would hold its whole batch
         self._bytes += states.nbytes
         if self._bytes >= SHARD_BYTES:
             self._flush()
 
     def close(self) -> None:
-        """All states are there."""
+        """All states are there. ValueError if they are not."""
         self._flush()
+        there = TeacherStates(self.folder, complete=False)
+        if lost := sum(name not in there for name in self._added):
+            raise ValueError(f"{lost} of {len(self._added)} states that were written are not in {self.folder}: {AGAIN}")
         self._note(complete=True)
 
     def _flush(self) -> None:
         if self._waiting:
-            self._count += 1
-            self._save(self.folder / f"states-{self._count:05}.safetensors", self._waiting)
+            self._number += 1
+            self._save(self.folder / f"states-{self._number:05}.safetensors", self._waiting)
         self._waiting, self._bytes = {}, 0
 
     def _save(self, path: Path, tensors: "Mapping[str, Tensor]") -> None:

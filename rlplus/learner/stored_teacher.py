@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from rlplus.common import agree
 from rlplus.common.teacher_states import TeacherStates, digest, vocabulary_digest
 from rlplus.data import MicroBatch, load_tokenizer
 from rlplus.learner.policy import Policy
@@ -24,6 +25,8 @@ class StoredTeacher:
         part, facts = policy.config.model, self._states.facts
         self.name = f"{KEY} {folder}"
         self.fingerprint = facts["fingerprint"]
+        if len(found := set(agree.gathered(self.fingerprint))) > 1:
+            raise ValueError(f"{KEY}: want the same folder on every machine; the ranks have {len(found)} teachers")
         if vocabulary_digest(load_tokenizer(part, model_path).get_vocab()) != facts["vocabulary"]:
             raise ValueError(f"{KEY}: want a teacher whose tokenizer has the policy's tokens; {folder} is another's")
         if part.dtype != facts["dtype"]:
@@ -34,9 +37,11 @@ class StoredTeacher:
             raise ValueError(
                 f"{KEY}: want a head with at least the policy's {rows} rows; {folder} has {len(head['weight'])}"
             )
-        self._head = {f"teacher_{name}": tensor[:rows] for name, tensor in head.items()} | {
-            f"teacher_{name}": facts[name] for name in ("logit_scale", "logit_softcap")
+        # All of the head's arguments: the policy's stand for those that are missing.
+        self._head: dict[str, Any] = {"teacher_bias": None} | {
+            f"teacher_{name}": tensor[:rows] for name, tensor in head.items()
         }
+        self._head |= {f"teacher_{name}": facts[name] for name in ("logit_scale", "logit_softcap")}
 
     def head(self, batch: MicroBatch) -> dict[str, Any]:
         """A `Teach`: the stored states of the batch's tokens. A rank's dummy, which counts for nothing, has zeros."""

@@ -13,11 +13,20 @@ import torch
 from engine_runs import same
 from safetensors.torch import load_file
 from teachers import make_teacher, shown, taught
+from tokenizers import AddedToken
 from trainer_runs import metrics, run_config, write_task
-from transformers import Gemma2Config, Gemma2ForCausalLM
+from transformers import (
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    GraniteConfig,
+    GraniteForCausalLM,
+    PhiConfig,
+    PhiForCausalLM,
+)
 from update_cases import packed
 
 from rlplus.common import teacher_states
+from rlplus.common.durable import locked
 from rlplus.common.teacher_states import TeacherStates, digest
 from rlplus.config import Config
 from rlplus.data import byte_tokenizer
@@ -44,51 +53,71 @@ def stored(folder: Path, output: str = "run", **sections: Any) -> Config:
     return taught(folder, output, recipe={"teacher_states": str(folder / "states")}, **sections)
 
 
-def gemma(folder: Path, seed: int) -> Path:
-    """A model with a softcap and a bias-free head, whose embeddings are scaled."""
+def other_model(folder: Path, kind: str, seed: int, rows: int = 258) -> Path:
+    """A model with a softcap of attention and of logits, a head with a bias and further rows, or scaled logits."""
     tokenizer = byte_tokenizer()
-    config = Gemma2Config(
-        vocab_size=258, hidden_size=32, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1, head_dim=16,
-        intermediate_size=64, max_position_embeddings=64, final_logit_softcapping=3.0,
-        pad_token_id=tokenizer.pad_token_id, eos_token_id=tokenizer.eos_token_id, bos_token_id=None,
-    )  # fmt: skip
+    sizes: dict[str, Any] = {
+        "vocab_size": 258, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64,
+        "num_key_value_heads": 2, "max_position_embeddings": 64, "initializer_range": 0.3,
+        "pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id, "bos_token_id": None,
+    }  # fmt: skip
     torch.manual_seed(seed)
-    Gemma2ForCausalLM(config).save_pretrained(folder)
+    if kind == "softcap":
+        caps = {"head_dim": 16, "final_logit_softcapping": 3.0, "attn_logit_softcapping": 0.5}
+        lm: Any = Gemma2ForCausalLM(Gemma2Config(**sizes, **caps))
+    elif kind == "bias":
+        lm = PhiForCausalLM(PhiConfig(**sizes | {"vocab_size": rows}))
+        torch.nn.init.normal_(lm.lm_head.bias, std=3.0)
+    else:
+        lm = GraniteForCausalLM(GraniteConfig(**sizes, logits_scaling=4.0))
+    lm.save_pretrained(folder)
     tokenizer.save_pretrained(str(folder))
     return folder
 
 
-@pytest.mark.parametrize("kind", ["wider", "softcap"])
-def test_what_is_kept_is_what_the_model_says(tmp_path: Path, script: Any, kind: str) -> None:
-    """All arguments of the teacher's head, for packed rows of several demonstrations; and zeros for a rank's dummy."""
-    sections: dict[str, Any] = {}
-    if kind == "softcap":
-        sections["model"] = {"scratch": None, "path": str(gemma(tmp_path / "gemma", 1)), "attention": "eager"}
-        teacher = gemma(tmp_path / "teacher", 2)
-    else:
-        teacher = make_teacher(tmp_path)
-    keep(script, tmp_path, teacher, "--tokens", "20", **sections)
+def write_unequal(folder: Path) -> dict[str, Any]:
+    """Demonstrations of 4 to 8 tokens; -> the section data."""
+    rows = [{"prompt": "1+1="[: 2 + i % 3], "answer": "2", "demonstration": "." * i + "<2>"} for i in range(5)]
+    rows += [rows[2], {"prompt": "0=", "answer": "7", "demonstration": "<7>"}]
+    path = folder / "unequal.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return {"path": str(path), "demonstration": "demonstration", "max_prompt_length": 8}
+
+
+@pytest.mark.parametrize(
+    ("policy", "teacher"),
+    [("", ""), ("softcap", "softcap"), ("bias", ""), ("", "bias"), ("", "scale"), ("bfloat16", "")],
+)
+def test_what_is_kept_is_what_the_model_says(tmp_path: Path, script: Any, policy: str, teacher: str) -> None:
+    """All arguments of the teacher's head, for packed rows with padding; and zeros for a rank's dummy."""
+    sections: dict[str, Any] = {"data": write_unequal(tmp_path), "train": {"tokens_per_micro_batch": 30}}
+    if policy == "bfloat16":
+        sections["model"] = run_config(tmp_path).model.model_dump() | {"dtype": "bfloat16"}
+    elif policy:
+        path = other_model(tmp_path / "policy", policy, 1)
+        sections["model"] = {"scratch": None, "path": str(path), "attention": "eager"}
+    frozen = other_model(tmp_path / "teacher", teacher, 2, rows=264) if teacher else make_teacher(tmp_path)
+    keep(script, tmp_path, frozen, "--tokens", "20", **sections)
     with open_run(stored(tmp_path, **sections)) as run:
-        path = str(run.config.model.path or run.folder.path / "scratch")
-        model, states = (
-            Teacher(str(teacher), run.policy, path),
-            StoredTeacher(str(tmp_path / "states"), run.policy, path),
-        )
+        own = str(run.config.model.path or run.folder.path / "scratch")
+        model, states = Teacher(str(frozen), run.policy, own), StoredTeacher(str(tmp_path / "states"), run.policy, own)
         batches = packed(run, shown(run).samples)
+        assert any(batch.tokens < batch.input_ids.numel() for batch in batches)
         assert max(len(batch.sequence.unique()) for batch in batches) > 1
+        bound = 2e-2 if policy == "bfloat16" else 1e-5
         for batch in batches:
             want, got = model.head(batch), states.head(batch)
-            assert got.keys() == {name for name, value in want.items() if value is not None or name in got}
+            assert got.keys() == want.keys()
             for name, value in got.items():
                 if isinstance(value, torch.Tensor):
-                    torch.testing.assert_close(
-                        value, want[name], rtol=1e-5, atol=1e-5, msg=lambda text, name=name: f"{name}: {text}"
-                    )
+                    assert value.dtype == want[name].dtype
+                    torch.testing.assert_close(value, want[name], rtol=bound, atol=bound)
                 else:
                     assert value == want[name], name
+        assert len(got["teacher_weight"]) == 258
         other = replace(batches[0], input_ids=batches[0].input_ids + 1, token_weight=torch.zeros(len(batches[0].rows)))
         assert states.head(other)["teacher_hidden"].abs().sum() == 0
-        with pytest.raises(ValueError, match="no states of a demonstration of 4 tokens"):
+        with pytest.raises(ValueError, match="no states of a demonstration of"):
             states.head(replace(other, token_weight=batches[0].token_weight))
 
 
@@ -106,7 +135,11 @@ def test_a_run_by_states_resumes_bit_for_bit_and_with_no_other_teacher(tmp_path:
     shutil.rmtree(again / "model")
     train(config.model_copy(update={"output_dir": str(again)}), resume="step-000002")
     assert same(whole, again)
-    shutil.rmtree(tmp_path / "states")
+    moved = (tmp_path / "states").rename(tmp_path / "moved")
+    there = config.model_copy(update={"output_dir": str(again)}).model_dump()
+    there["algorithm"]["recipe"]["teacher_states"] = str(moved)
+    shutil.rmtree(again / "model")
+    train(Config.model_validate(there), resume="step-000002")
     keep(script, tmp_path, make_teacher(tmp_path, "other", seed=8))
     with pytest.raises(ValueError, match=r"want the teacher that the run began with; .*states has other weights"):
         train(config.model_copy(update={"output_dir": str(again)}), resume="step-000002")
@@ -148,7 +181,7 @@ def test_the_script_goes_on_where_it_was_interrupted(
     assert 0 < len(first) < 4
     capsys.readouterr()
     keep(script, tmp_path, teacher, "--tokens", "20")
-    assert f"{6 - len(first)} demonstrations, " in capsys.readouterr().out
+    assert f"{6 - len(first)} of 6 different demonstrations to keep, " in capsys.readouterr().out
     files = [load_file(path) for path in sorted((tmp_path / "states").glob("states-*"))]
     assert sum(map(len, files)) == len(TeacherStates(tmp_path / "states")) == 6
     assert len(files) > 2
@@ -156,11 +189,61 @@ def test_the_script_goes_on_where_it_was_interrupted(
     train(stored(tmp_path))
 
 
-@pytest.mark.parametrize("what", ["teacher", "file", "topk", "temperature", "both"])
+def test_damaged_files_are_named_and_made_again(tmp_path: Path, script: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A missing file leaves the others as they are."""
+    monkeypatch.setattr(teacher_states, "SHARD_BYTES", 2 * 4 * 48 * 4)
+    teacher = make_teacher(tmp_path)
+    first, second, third = sorted(keep(script, tmp_path, teacher).glob("states-*"))
+    others = first.read_bytes(), third.read_bytes()
+    whole = second.read_bytes()
+    for damaged in (whole[: len(whole) // 2], b"", b"version https://git-lfs.github.com/spec/v1", bytes(100)):
+        second.write_bytes(damaged)
+        with pytest.raises(
+            ValueError, match=r"states-00002.safetensors is damaged \(.*\): remove it, and run examples"
+        ):
+            train(stored(tmp_path))
+        with pytest.raises(ValueError, match="remove it"):
+            keep(script, tmp_path, teacher)
+    second.unlink()
+    with pytest.raises(ValueError, match="lacks 2"):
+        train(stored(tmp_path))
+    keep(script, tmp_path, teacher)
+    assert (first.read_bytes(), third.read_bytes()) == others
+    assert len(TeacherStates(tmp_path / "states")) == 6
+    train(stored(tmp_path))
+
+
+def test_a_writer_killed_at_its_start_leaves_nothing_in_the_way(tmp_path: Path, script: Any) -> None:
+    teacher = make_teacher(tmp_path)
+    states = keep(script, tmp_path, teacher)
+    for path in states.glob("*.safetensors"):
+        path.rename(path.with_name(f"{path.name}.123.new"))
+    keep(script, tmp_path, teacher)
+    assert {path.name for path in states.iterdir()} == {
+        ".lock",
+        "head.safetensors",
+        "states.json",
+        "states-00001.safetensors",
+    }
+    with (
+        locked(states / ".lock", "held"),
+        pytest.raises(ValueError, match="want one process at a time that writes into"),
+    ):
+        keep(script, tmp_path, teacher)
+
+
+@pytest.mark.parametrize("what", ["teacher", "file", "topk", "temperature", "both", "pickled", "short", "tokens"])
 def test_the_script_refuses_what_it_cannot_keep(
     tmp_path: Path, script: Any, what: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    teacher = make_teacher(tmp_path)
+    teacher = make_teacher(tmp_path, **({"max_position_embeddings": 7} if what == "short" else {}))
+    if what == "tokens":
+        tokenizer = byte_tokenizer()
+        tokenizer.add_tokens([AddedToken("<think>", special=True)])
+        tokenizer.save_pretrained(str(teacher))
+    if what == "pickled":
+        torch.save(load_file(teacher / "model.safetensors"), teacher / "pytorch_model.bin")
+        (teacher / "model.safetensors").unlink()
     options = {
         "topk": ["--topk", "4"],
         "temperature": ["--temperature", "0.5"],
@@ -177,6 +260,9 @@ def test_the_script_refuses_what_it_cannot_keep(
         "topk": "and not with --states; got 4",
         "temperature": "want --temperature 1 of a teacher",
         "both": "not allowed with argument",
+        "pickled": "want a teacher with safetensors, by which a run knows it",
+        "short": "want a model with 8 positions, for prompt and demonstration; .*teacher has 7",
+        "tokens": "want a teacher with all of the run's 258 tokens",
     }[what]
     with pytest.raises((ValueError, SystemExit)) as error:
         keep(script, tmp_path, teacher, *options)
