@@ -320,6 +320,7 @@ PARTS: dict[str, dict[str, Callable[[], str]]] = {
         "words": word_problems,
         "demonstrations": partial(tested_by_permutation, "demonstrations", "Demonstrations"),
         "variants": partial(tested_by_permutation, "variants", "Against p/p_ω"),
+        "prefixes": partial(tested_by_permutation, "prefixes", "Against GRPO"),
     },
     "docs/theory.md": {name: partial(theory.table, rows) for name, rows in theory.TABLES.items()},
 }

@@ -143,8 +143,9 @@ def test_a_comparison_with_another_method_takes_over_those_that_it_shares(tmp_pa
     assert got.rates["one"]["GRPO"] == want.rates["one"]["GRPO"]
 
 
-def test_the_variants_are_compared_under_the_conditions_of_the_comparison_that_they_continue() -> None:
-    variants, known = (load_comparison(EXPERIMENTS / f"compare/{name}.yaml") for name in ("variants", "demonstrations"))
+@pytest.mark.parametrize("name", ["variants", "prefixes"])
+def test_further_methods_are_compared_under_the_conditions_of_the_comparison_that_they_continue(name: str) -> None:
+    variants, known = (load_comparison(EXPERIMENTS / f"compare/{name}.yaml") for name in (name, "demonstrations"))
     assert differing(known, variants) == ""
     assert {study.seed_numbers for study in (*variants.studies.values(), *known.studies.values())} == {range(100, 120)}
     assert variants.settings == known.settings
