@@ -99,12 +99,13 @@ def write_column(
 ) -> None:
     """Write the rows of the data with one column more."""
     column_name = TOPK if args.topk else COLUMN
+    total = sum(example.demonstration is not None for example in examples)
     scored: dict[int, Any] = {}  # keys: places in `examples`; tensors, which are a tenth of the lists
     with counter("demonstrations scored:") as progress:
         for batch in batches(examples, args.tokens):
             chosen = [examples[i] for i in batch]
             scored |= zip(batch, score(lm, chosen, args.temperature, args.topk, vocabulary), strict=True)
-            progress(len(scored), sum(example.demonstration is not None for example in examples))
+            progress(len(scored), total)
     found: dict[int, list[Any]] = {}  # keys: rows
     for i, example in enumerate(examples):
         found.setdefault(example.index, []).append(scored.get(i))

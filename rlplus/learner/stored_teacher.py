@@ -1,7 +1,7 @@
 """A teacher of which only the head is here, and its hidden states for demonstrations in files."""
 
 from collections.abc import Iterator
-from itertools import groupby
+from itertools import groupby, islice
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ class StoredTeacher:
     """The teacher whose states are in a folder, see `rlplus.common.teacher_states`.
 
     model_path: the policy's, for its tokenizer. ValueError for states of a model that cannot teach the policy.
+    Collective.
     """
 
     def __init__(self, folder: str, policy: Policy, model_path: str) -> None:
@@ -59,8 +60,10 @@ class StoredTeacher:
 
 def _sequences(batch: MicroBatch) -> Iterator[tuple[str, int]]:
     """The digest of each sequence, and its number of response tokens, in the order of the batch's tokens."""
-    ids, places = batch.input_ids.flatten().tolist(), batch.position_ids.flatten().tolist()
-    for _, tokens in groupby(zip(batch.sequence.tolist(), batch.rows.tolist(), strict=True), key=lambda each: each[0]):
+    on_device = (batch.input_ids.flatten(), batch.position_ids.flatten(), batch.sequence, batch.rows)
+    copied = iter(torch.cat(on_device).tolist())  # one copy from the device
+    ids, places, sequence, predictors = ([*islice(copied, len(each))] for each in on_device)
+    for _, tokens in groupby(zip(sequence, predictors, strict=True), key=lambda each: each[0]):
         rows = [row for _, row in tokens]
         first, end = rows[0], rows[-1] + 2
         yield digest(ids[first - places[first] : first + 1], ids[first + 1 : end]), len(rows)

@@ -44,7 +44,7 @@ class PrefixSearchRecipe(Recipe):
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
-        self._searches: dict[int, Search] = {}  # by group of the draw; those that go on
+        self._searches: dict[int, Search] = {}  # those that go on; keys: groups of the draw
         self._begin()
 
     def _begin(self) -> None:
