@@ -21,6 +21,7 @@ from rlplus.learner.learner import Learner, this_device
 from rlplus.learner.learning_rate import Optimization
 from rlplus.learner.packed_model import PackedModel
 from rlplus.learner.pretrained import load_model, write_model
+from rlplus.learner.rounding import widened
 from rlplus.learner.sequence import probe_batch
 from rlplus.learner.sharded_head import ShardedHead
 from rlplus.loss import Objective, PolicyLoss, TokenConstants, linear_logprob, linear_policy_loss, token_loss
@@ -91,6 +92,20 @@ class Policy(Learner):
         op = linear_logprob if self._sharded is None else self._sharded.logprob
         logprob, entropy = self.engine(batch, partial(op, **self.head_options(batch)))
         return logprob, entropy
+
+    @torch.no_grad()
+    def rounding(self, batch: MicroBatch) -> Tensor:
+        """(N,) by how much log p of the targets changes when the layers compute in a wider dtype, see `widened`."""
+        logprob = self.logprob(batch)
+        op = linear_logprob if self._sharded is None else self._sharded.logprob
+        options = self.head_options(batch)
+
+        def head(hidden: Tensor, *weight: Any, **others: Any) -> tuple[Tensor, Tensor]:
+            return op(hidden.to(self.engine.module.lm.dtype), *weight, **options, **others)
+
+        with widened(self.engine.module.lm):
+            wide, _ = self.engine(batch, head)
+        return (logprob - wide).abs()
 
     def accumulate(
         self, batches: Sequence[MicroBatch], objective: Objective, before_each: Callable[[], None] | None = None

@@ -34,7 +34,7 @@ from rlplus.reward import Scorer
 from rlplus.rollout import RolloutEngine, make_engine, make_respond
 from rlplus.rollout.shared_engine import SharedEngine
 from rlplus.trainer import run_tuning
-from rlplus.trainer.engine import NoEngine, SyncedEngine
+from rlplus.trainer.engine import PROBES, NoEngine, SyncedEngine
 from rlplus.trainer.metrics import RunLog
 from rlplus.trainer.out_of_memory import naming_phase
 from rlplus.trainer.progress import Progress
@@ -107,8 +107,8 @@ def _made(config: Config, resume: str | None, stack: ExitStack) -> Run:
     stop = StopSignal()
     agree.phase("engine")
     place = folder.path / f"model_config/{rank}"
-    start_engine = _engine_starter(config, policy, model_path, model_config, tokenizer, place)
-    engine = SyncedEngine(config, policy, data.examples[0].prompt, pad_id, start_engine, stop)
+    start_engine = _engine_starter(config, policy, model_path, model_config, ends, pad_id, place)
+    engine = SyncedEngine(config, policy, [e.prompt for e in data.examples[:PROBES]], pad_id, start_engine, stop)
     sampler = PromptSampler(len(data.variants), config.train.prompts_per_step, config.train.seed, data.variants)
     rollouts = Rollouts(config, recipe, policy, data.examples, sampler, pad_id, engine, respond)
     stack.callback(rollouts.close)

@@ -17,7 +17,6 @@ from rlplus.learner import by_sample, has_gradient, make_micro_batches
 from rlplus.learner.statistics import needs_statistics, set_statistics
 from rlplus.loss import PolicyLoss
 from rlplus.recipe import Batch, Update, refill_batch
-from rlplus.trainer.engine import EngineFailed, max_gap
 from rlplus.trainer.groups import score, shape
 from rlplus.trainer.metrics import Tally, tally_exploration, tally_mismatch, tally_outputs, tally_samples, tally_update
 from rlplus.trainer.rollouts import use_engine_logprob
@@ -192,7 +191,7 @@ class Step:
             if on_policy:
                 for engine_logprob, out in zip(engine_logprobs, outputs, strict=True):
                     tally_mismatch(tally, out.logprob, engine_logprob)
-                self._check_mismatch()  # no weight learns from samples of another policy
+                self._check_mismatch(batches)  # no weight learns from samples of another policy
             tally_outputs(tally, outputs)
             tally_exploration(tally, batches, outputs, algorithm.objective.gamma)
             if algorithm.external_schedule is not None and algorithm.external_schedule.shape == "gradient-norm":
@@ -200,17 +199,10 @@ class Step:
                     tally.mean(f"squared_slopes/{name}", squares)
         return outputs
 
-    def _check_mismatch(self) -> None:
-        """RunFailed if engine and trainer disagree about the step's logprobs: the engine does not run the policy."""
-        limit = max_gap(self.config)
-        gap, tokens = agree.sums(*self.tally.means.get("mismatch/mean", (0.0, 0.0)))
-        if tokens and not gap / tokens <= limit:
-            raise EngineFailed(
-                f"step {self.run.progress.step + 1}: the mean gap between the logprobs of the "
-                f"{self.run.engine.engine.name} engine and of the trainer is {gap / tokens:.2e}; want at most "
-                f"rollout.max_logprob_gap={limit:g}. The policy was not changed",
-                clear=True,
-            )
+    def _check_mismatch(self, batches: Sequence[MicroBatch]) -> None:
+        """EngineFailed if engine and trainer disagree about the step's logprobs: the engine does not run the policy."""
+        total, tokens = self.tally.means.get("mismatch/mean", (0.0, 0.0))
+        self.run.engine.check(total / max(tokens, 1.0), batches, f"step {self.run.progress.step + 1}")
 
     def optimize(self, update: Update) -> float | None:
         """Take the optimizer's step on the accumulated gradient; returns the gradient's norm."""

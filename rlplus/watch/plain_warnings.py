@@ -43,11 +43,12 @@ def _mean(steps: Sequence[Mapping[str, Any]], name: str) -> float | None:
 
 def _of_engine(steps: Sequence[Mapping[str, Any]], settings: Mapping[str, Any]) -> Iterator[str]:
     gap = _mean(steps, "mismatch/mean")
-    limit = settings.get("rollout.max_logprob_gap") or MAX_LOGPROB_GAPS.get(settings.get("model.dtype", ""))
-    if gap is not None and limit and gap > NEAR_LIMIT * limit:
+    given, default = settings.get("rollout.max_logprob_gap"), MAX_LOGPROB_GAPS.get(settings.get("model.dtype", ""))
+    if gap is not None and (given or default) and gap > (NEAR_LIMIT * given if given else default):
+        stops = f"the run stops at {given:.2g} (rollout.max_logprob_gap)" if given else "the model's rounding explains it"
         yield (
             f"The rollout engine and the trainer give the sampled tokens different probabilities: their logprobs are "
-            f"{gap:.2g} apart on average, and the run stops at {limit:.2g} (rollout.max_logprob_gap)."
+            f"{gap:.2g} apart on average, and {stops}."
         )
     off = _mean(steps, "mismatch/outside_10pct")
     if off is not None and off > OFF:

@@ -52,7 +52,7 @@ def test_only_later_updates_have_a_pass_of_their_own(
 
     monkeypatch.setattr(Policy, "logprob", counted)
     monkeypatch.setattr(Policy, "accumulate", recorded)
-    monkeypatch.setattr("rlplus.trainer.engine.SyncedEngine._probe", lambda engine: 0.0)
+    monkeypatch.setattr("rlplus.trainer.engine.SyncedEngine._probe", lambda engine: (0.0, []))
     monkeypatch.setattr(Policy, "nonfinite", lambda policy: "", raising=False)
     changes = {"steps": 1, "prompts_per_update": prompts_per_update}
     train(two_updates(tmp_path, "run", algorithm=algorithm, train=changes))
@@ -106,7 +106,7 @@ def test_the_gap_of_every_update_is_checked_before_the_first(
         return answers
 
     monkeypatch.setattr(TransformersEngine, "generate", skewed)
-    monkeypatch.setattr("rlplus.trainer.engine.PREFIXES", 3)
+    monkeypatch.setattr("rlplus.trainer.engine.PROBES", 3)
     config = two_updates(tmp_path, "run")
     steps: list[Any] = []
     monkeypatch.setattr(Policy, "step", lambda policy, *_: steps.append(policy))

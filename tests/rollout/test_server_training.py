@@ -26,6 +26,7 @@ from rlplus.rollout import RunFailed
 from rlplus.rollout.server_engine import ServerEngine
 from rlplus.rollout.server_push import Control
 from rlplus.trainer import Interrupted, train
+from rlplus.trainer.engine import PROBE_TOKENS
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
@@ -131,7 +132,7 @@ def in_batch(monkeypatch: pytest.MonkeyPatch, batch: int, call: Callable[..., ob
     generate, answers, batches = ServerEngine.generate, ServerEngine._await, []
 
     def counted(engine: Any, requests: Any, sampling: Any) -> Any:
-        batches.append(max(request.max_tokens for request in requests) > 2)  # not the probe
+        batches.append(requests[0].max_tokens != PROBE_TOKENS)
         return generate(engine, requests, sampling)
 
     def call_and_await(engine: Any, asked: Any) -> None:

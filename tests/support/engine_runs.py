@@ -19,6 +19,7 @@ from rlplus.recipe import Ask
 from rlplus.rollout import Respond, RolloutEngine
 from rlplus.rollout.transformers_engine import TransformersEngine
 from rlplus.rollout.vllm_engine import VLLMEngine
+from rlplus.trainer.engine import PROBE_TOKENS
 from rlplus.trainer.groups import Going, begin, generate, room
 
 
@@ -97,7 +98,7 @@ def in_the_middle_of_vllms(patch: pytest.MonkeyPatch, action: Callable[[], None]
     original, calls = VLLMEngine._run, []
 
     def run(engine: Any, requests: Any) -> Any:
-        if requests[0][1].max_tokens > 2:  # not the probe
+        if requests[0][1].max_tokens != PROBE_TOKENS:
             calls.append(1)
             if len(calls) == 2:
                 step, steps = engine._llm.llm_engine.step, []
@@ -120,7 +121,7 @@ def fail(monkeypatch: pytest.MonkeyPatch, *calls: int) -> list[int]:
     original, count = TransformersEngine._generate_batch, [0]
 
     def breaking(engine: Any, batch: Any, sampling: Any) -> Any:
-        if max(request.max_tokens for request in batch) > 2:  # not the probe
+        if batch[0].max_tokens != PROBE_TOKENS:
             count[0] += 1
             if count[0] in calls:
                 engine._model = None

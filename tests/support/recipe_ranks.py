@@ -56,7 +56,7 @@ def train_all(folder: Path, output: str) -> None:
     teacher = make_teacher(folder, f"teacher-{output}-{os.environ.get('RANK')}")
     with (
         mock.patch.object(TransformersEngine, "generate", responses),
-        mock.patch.object(SyncedEngine, "_probe", return_value=0.0),
+        mock.patch.object(SyncedEngine, "_probe", return_value=(0.0, [])),
         mock.patch("rlplus.trainer.step.score", draw_rewards),
     ):
         for name, algorithm in CASES.items():

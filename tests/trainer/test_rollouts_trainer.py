@@ -9,12 +9,13 @@ import pytest
 import torch
 from engine_runs import fail, in_the_middle_of_vllms, same, torchrun
 from trainer_runs import by_torchrun, environment, metrics, run_config
-from transformers import AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import rlplus.rollout.process_engine
 import rlplus.trainer.engine
 import rlplus.trainer.rollouts
 import rlplus.trainer.run_parts
+from rlplus.config import MAX_LOGPROB_GAPS
 from rlplus.evaluation import evaluate_model
 from rlplus.learner.policy import Policy, _buckets
 from rlplus.reward import Scorer
@@ -24,17 +25,17 @@ from rlplus.trainer import evaluator, open_run, train
 
 
 @pytest.fixture
-def stale(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
-    """From version `first` on, one parameter of each push arrives incomplete."""
+def stale(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """From version `first` on, one parameter of each push arrives incomplete: some of its values are off."""
 
-    def from_version(first: int) -> None:
+    def from_version(first: int, off: float = 0.05) -> None:
         push = TransformersEngine.push_weights
 
         def push_stale(engine: Any, weights: Any, version: int) -> None:
             push(engine, weights, version)
             if version >= first:
                 with torch.no_grad():
-                    dict(engine._model.named_parameters())["model.norm.weight"][:8] += 0.05
+                    dict(engine._model.named_parameters())["model.norm.weight"][:8] += off
 
         monkeypatch.setattr(TransformersEngine, "push_weights", push_stale)
 
@@ -67,15 +68,67 @@ def test_no_weight_learns_from_an_engine_with_other_weights(tmp_path, monkeypatc
 def test_the_probe_sees_a_wrong_first_push_before_anything_is_generated(tmp_path, monkeypatch, stale):
     stale(0)
     monkeypatch.setattr(rlplus.trainer.rollouts, "generate", lambda *_: pytest.fail("it was generated"))
-    with pytest.raises(RunFailed, match=r"mean gap between .* trainer is .* after the push of version 0; want at most"):
+    with pytest.raises(RunFailed, match=r"push of version 0: the mean gap between .* trainer is .*; want at most"):
         train(run_config(tmp_path))
 
 
 def test_the_probe_sees_wrong_weights_before_an_evaluation(tmp_path, stale):
     stale(1)
     evaluation = {"data": {"path": "task.jsonl", "max_prompt_length": 8}, "every": 1}
-    with pytest.raises(RunFailed, match=r"after the push of version 1; want at most"):
+    with pytest.raises(RunFailed, match=r"after the push of version 1: .*; want at most"):
         train(run_config(tmp_path, evaluation=evaluation), evaluate=lambda run: pytest.fail("it was evaluated"))
+
+
+@pytest.fixture
+def coarse(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, dict[str, Any]]:
+    """Sections of a bf16 run whose rounding is beyond the default limit; the engine has the same weights in fp32."""
+    scratch = {"hidden_size": 64, "layers": 8, "heads": 2, "intermediate_size": 128, "max_position_embeddings": 64}
+    first = train(run_config(tmp_path, "first", model={"scratch": scratch, "dtype": "float32"}, train={"steps": 1}))
+    lm = AutoModelForCausalLM.from_pretrained(first / "model")
+    with torch.no_grad():
+        for name, parameter in lm.named_parameters():
+            if parameter.dim() > 1:
+                parameter.mul_(20.0 if "layers" in name else 25.0)
+    lm.save_pretrained(first / "model")
+    make = rlplus.trainer.run_parts.make_engine
+
+    def in_fp32(*args: Any, dtype: str, **kwargs: Any) -> Any:
+        return make(*args, **kwargs, dtype="float32")
+
+    monkeypatch.setattr(rlplus.trainer.run_parts, "make_engine", in_fp32)
+    return {"model": {"path": str(first / "model"), "scratch": None, "dtype": "bfloat16"}, "train": {"lr": 1e-6}}
+
+
+def test_a_gap_that_rounding_explains_is_said_and_does_not_stop_the_run(tmp_path, coarse, caplog):
+    """Once for the probe and the steps after it, unless they are further apart."""
+    folder = train(run_config(tmp_path, **coarse))
+    rows = metrics(folder)
+    assert len(rows) == 2
+    assert any(row["mismatch/mean"] > MAX_LOGPROB_GAPS["bfloat16"] for row in rows)
+    said = [r.message for r in caplog.records if "or as much as rounding explains" in r.message]
+    assert 1 <= len(said) <= 2
+    assert "layers compute in float32, not bfloat16" in said[0]
+
+
+def test_rounding_does_not_explain_other_weights(tmp_path, coarse, stale):
+    stale(0, 3.0)
+    with pytest.raises(RunFailed, match=r"version 0: the mean gap .* most 0.05\. Rounding does not explain it"):
+        train(run_config(tmp_path, **coarse))
+
+
+def test_a_limit_that_is_given_holds_and_the_message_says_that_it_is_rounding(tmp_path, coarse):
+    given = coarse | {"rollout": {"max_logprob_gap": 0.01}}
+    with pytest.raises(RunFailed, match=r"most rollout.max_logprob_gap=0.01\. Rounding explains it: .* change by"):
+        train(run_config(tmp_path, **given))
+
+
+def test_a_rounding_that_cannot_be_measured_stops_the_run_with_the_reason(tmp_path, coarse, monkeypatch):
+    def fails(*_: Any) -> None:
+        raise RuntimeError("expected m1 and m2 to have the same dtype")
+
+    monkeypatch.setattr(Policy, "rounding", fails)
+    with pytest.raises(RunFailed, match=r"could not be measured \(expected m1 .*rollout.max_logprob_gap of your own"):
+        train(run_config(tmp_path, **coarse))
 
 
 def test_a_version_is_pushed_once(tmp_path, monkeypatch):
@@ -95,7 +148,7 @@ def test_a_version_is_pushed_once(tmp_path, monkeypatch):
 def test_the_probe_changes_nothing(tmp_path, monkeypatch):
     """The same run without it, bit for bit."""
     with_probe = train(run_config(tmp_path, "with"))
-    monkeypatch.setattr(rlplus.trainer.engine.SyncedEngine, "_probe", lambda self: 0.0)
+    monkeypatch.setattr(rlplus.trainer.engine.SyncedEngine, "_probe", lambda self: (0.0, []))
     without = train(run_config(tmp_path, "without"))
     assert same(with_probe, without)
 
@@ -252,9 +305,10 @@ import sys
 from rlplus.config import load_config
 from rlplus.rollout.transformers_engine import TransformersEngine
 from rlplus.trainer import run_parts, train
+from rlplus.trainer.engine import PROBE_TOKENS
 original, calls = TransformersEngine.generate, []
 def generate(engine, requests, sampling):
-    if requests[0].max_tokens != 2:  # not the probe
+    if requests[0].max_tokens != PROBE_TOKENS:
         calls.append(1)
         if len(calls) == 2 and run_parts.dist.get_rank() == 1:
             raise RuntimeError("CUDA error: an illegal memory access was encountered")

@@ -19,7 +19,7 @@ from rlplus.config import Config
 from rlplus.learner.policy import Policy
 from rlplus.rollout.transformers_engine import TransformersEngine
 from rlplus.trainer import Interrupted, train
-from rlplus.trainer.engine import EngineFailed
+from rlplus.trainer.engine import PROBE_TOKENS, EngineFailed
 
 PLACES = ["generate", "first micro-batch", "second micro-batch"]
 
@@ -35,7 +35,7 @@ def kill_at(monkeypatch: pytest.MonkeyPatch, place: str, occasion: int) -> None:
     original, occasions = getattr(owner, name), []
 
     def killing(self: Any, *args: Any, **options: Any) -> Any:
-        if place != "generate" or max(request.max_tokens for request in args[0]) > 2:  # not the probe
+        if place != "generate" or args[0][0].max_tokens != PROBE_TOKENS:
             occasions.append(1)
             if len(occasions) == occasion:
                 os.kill(os.getpid(), signal.SIGTERM)
@@ -214,9 +214,10 @@ import os, signal, sys, time
 from rlplus.config import load_config
 from rlplus.rollout.transformers_engine import TransformersEngine
 from rlplus.trainer import Interrupted, run_parts, train
+from rlplus.trainer.engine import PROBE_TOKENS
 original, calls = TransformersEngine._generate_batch, []
 def generate(engine, batch, sampling):
-    if max(request.max_tokens for request in batch) > 2:  # not the probe
+    if batch[0].max_tokens != PROBE_TOKENS:
         calls.append(1)
         if len(calls) == 2 and run_parts.dist.get_rank() == 1:
             os.kill(os.getpid(), signal.SIGTERM)
