@@ -28,7 +28,7 @@ try:
     from rlplus.common.durable import write_text
     from rlplus.common.terminal import counter
     from rlplus.config import ROW, Config, DataConfig, EvaluationConfig, load_config
-    from rlplus.data import load_examples, load_tokenizer, response_text
+    from rlplus.data import find_ends, load_examples, load_tokenizer, response_text
     from rlplus.data.prompts import with_demonstration
     from rlplus.data.row_files import Row, get_column, read_rows
     from rlplus.evaluation import evaluate_model
@@ -113,10 +113,11 @@ def beginnings(config: Config, tokenizer: PreTrainedTokenizerBase, parts: int, m
     data = config.data.model_copy(
         update={"behavior_logprob": None, "teacher_topk": None, "demonstration_choice": "first"}
     )
-    examples, report = load_examples(data, tokenizer, max_demonstration_length=config.max_demonstration_length)
+    ends, limit = find_ends(config.model, tokenizer), config.max_demonstration_length
+    examples, report = load_examples(data, tokenizer, max_demonstration_length=limit, ends=ends)
     print(report.summary())
     examples = [example for example in examples if example.demonstration is not None]
-    decode = partial(response_text, tokenizer, prefix=config.data.response_prefix)
+    decode = partial(response_text, tokenizer, prefix=config.data.response_prefix, ends=ends)
     with Scorer(config.reward, config.data.columns) as scorer:
         texts = [decode(example.demonstration or ()) for example in examples]
         scores = scorer(texts, [example.answer for example in examples], [example.columns for example in examples])

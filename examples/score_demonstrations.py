@@ -42,7 +42,7 @@ try:
     from rlplus.common.teacher_states import LOCK, StatesWriter, TeacherStates, digest, vocabulary_digest
     from rlplus.common.terminal import counter
     from rlplus.config import Config, load_config
-    from rlplus.data import Example, load_examples, load_tokenizer
+    from rlplus.data import Example, find_ends, load_examples, load_tokenizer
     from rlplus.data.demonstration_columns import holds_several
     from rlplus.data.row_files import Row, get_column, read_rows
     from rlplus.learner.pretrained import load_model, positions, read_model_config, weights_fingerprint
@@ -74,7 +74,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     config = load_config(args.config, args.overrides)
     tokenizer = load_tokenizer(config.model)
     data = config.data.model_copy(update={COLUMN: None, TOPK: None})
-    examples, report = load_examples(data, tokenizer, max_demonstration_length=config.max_demonstration_length)
+    ends, limit = find_ends(config.model, tokenizer), config.max_demonstration_length
+    examples, report = load_examples(data, tokenizer, max_demonstration_length=limit, ends=ends)
     print(report.summary())
     theirs_config = read_model_config(args.model, config.model.trust_remote_code, "--model")
     longest = max((len(e.prompt) + len(e.demonstration or ()) for e in examples), default=0)
@@ -159,7 +160,7 @@ def keep_states(
 def check_tokens(
     examples: Sequence[Example], ours: PreTrainedTokenizerBase, theirs: PreTrainedTokenizerBase, lm: PreTrainedModel
 ) -> None:
-    """ValueError if the run's tokens, or its end token, are not the demonstrator's."""
+    """ValueError if the run's tokens, or the ends of its demonstrations, are not the demonstrator's."""
     used = sorted({token for example in examples for token in (*example.prompt, *(example.demonstration or ()))})
     size = lm.get_input_embeddings().num_embeddings
     for token in used:
@@ -168,8 +169,9 @@ def check_tokens(
             raise ValueError(f"want a demonstrator with the run's tokens; token {token} is {want!r} there, got {got!r}")
     ends = lm.generation_config.eos_token_id if lm.generation_config is not None else None
     ends = theirs.eos_token_id if ends is None else ends
-    if ours.eos_token_id not in (ends if isinstance(ends, list) else [ends]):
-        raise ValueError(f"want a demonstrator that ends at the run's token {ours.eos_token_id}; it ends at {ends}")
+    for token in sorted({example.demonstration[-1] for example in examples if example.demonstration}):
+        if token not in (ends if isinstance(ends, list) else [ends]):
+            raise ValueError(f"want a demonstrator that ends at the run's token {token}; it ends at {ends}")
 
 
 @torch.no_grad()

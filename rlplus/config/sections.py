@@ -98,6 +98,9 @@ class ModelConfig(Section):
     chat_template: Text | None = None
     """A Jinja template, as text or as a file's name, in place of the tokenizer's; it is exported with the model. None =
     the tokenizer's."""
+    end_tokens: Annotated[list[Text | NonNegative], Field(min_length=1)] | None = None
+    """Tokens that end a response, as texts or ids. Demonstrations end in the first, if the chat template's and the
+    tokenizer's are not among them. None = those that the chat template, generation_config.json and the tokenizer name."""
     overrides: dict[str, Any] = {}
     """Fields of the Hugging Face configuration."""
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from rlplus.lazy import lazy_names
 
 if TYPE_CHECKING:
+    from rlplus.data.ends import ends_text, find_ends, turn_end, turn_warning
     from rlplus.data.examples import Example, load_examples, read_examples
     from rlplus.data.load_report import LoadReport
     from rlplus.data.packing import MicroBatch, Sample, balance, pack, per_token
@@ -38,6 +39,8 @@ __all__ = [
     "byte_tokenizer",
     "distinct",
     "drop_kept",
+    "ends_text",
+    "find_ends",
     "found_columns",
     "iter_kept",
     "kept_facts",
@@ -52,6 +55,8 @@ __all__ = [
     "read_problems",
     "response_text",
     "token_texts",
+    "turn_end",
+    "turn_warning",
     "variants",
     "with_response",
     "write_kept",
@@ -70,6 +75,7 @@ __getattr__, __dir__ = lazy_names(
             "read_kept",
             "write_kept",
         ),
+        "ends": ("ends_text", "find_ends", "turn_end", "turn_warning"),
         "examples": ("Example", "load_examples", "read_examples"),
         "load_report": ("LoadReport",),
         "packing": ("MicroBatch", "Sample", "balance", "pack", "per_token"),

@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from rlplus.config import DataConfig
 from rlplus.data.demonstration_columns import Topk, fitting, holds_several, logprobs, of_each, topk_pair
+from rlplus.data.ends import demonstration_end
 from rlplus.data.load_report import LoadReport
 from rlplus.data.prompts import (
     RESPONSE_MARK,
@@ -29,7 +30,7 @@ CHUNK = 1000  # rows tokenised together, on all cores
 
 @dataclass(frozen=True)
 class Example:
-    """A row: its number over all files, prompt token ids, the answer, and demonstration token ids that end with eos.
+    """A row: its number over all files, prompt token ids, the answer, and demonstration token ids with an end token.
 
     benchmark: the value of the column `data.benchmark`; empty without one. rows: the number of equal rows that this one
     represents. demonstration_reward: the demonstration's grade by the run's reward; NaN before. behavior_logprob: of
@@ -89,19 +90,21 @@ def read_examples(
     layout: Callable[[Row], Row] | None = None,
     wanted: Callable[[str], bool] = lambda benchmark: True,
     section: str = "data",
+    ends: Sequence[int] = (),
 ) -> tuple[list[Example], LoadReport]:
     """Read and tokenise the data; a row with several demonstrations gives an example for each, see `variants`.
 
     teacher_template: for `Example.teacher_prompt`; empty without. shows_responses: it shows a response.
     topk: the numbers that each place of `teacher_topk` must have; 0 = any.
     layout: converts a row of a file, with all of its columns, into one that `config` describes. wanted: whether to read
-    the rows of a benchmark; the others count for nothing. section: name of `config` in messages.
+    the rows of a benchmark; the others count for nothing. section: name of `config` in messages. ends: the run's
+    `find_ends`; empty: those of the tokenizer and its chat template.
     A prompt string is tokenised with the tokenizer's default special tokens, chat messages through its template with
-    the generation prompt; a demonstration without special tokens, and then eos. `response_prefix` moves from the start
-    of demonstrations to the end of prompts, as tokens of its own; a demonstration without it is kept whole and counted.
-    A row whose prompt is too long or whose answer cannot be found is dropped; a demonstration that is too long (eos
-    counted) or does not match its pattern leaves the row without one. Nothing else is cut. ValueError, with the place,
-    if a row is malformed.
+    the generation prompt; a demonstration without special tokens, and then `demonstration_end`. `response_prefix` moves
+    from the start of demonstrations to the end of prompts, as tokens of its own; a demonstration without it is kept
+    whole and counted. A row whose prompt is too long or whose answer cannot be found is dropped; a demonstration that
+    is too long (with its end) or does not match its pattern leaves the row without one. Nothing else is cut.
+    ValueError, with the place, if a row is malformed.
     """
     report = LoadReport(config.max_prompt_length, max_demonstration_length)
     examples: list[Example] = []
@@ -109,9 +112,10 @@ def read_examples(
     shared: dict[int, int] = {}
     parsed = _parse_rows(config, layout, wanted, teacher_template, shows_responses)
     rows, last, sizes = _naming_key(parsed, config, section), -1, (len(tokenizer), topk)
+    finals = {chat: demonstration_end(tokenizer, ends, chat=chat) for chat in (False, True)}
     while chunk := list(islice(rows, CHUNK)):
         prompts = encode_prompts([(r.where, r.prompt, r.tools) for r in chunk], tokenizer, config.response_prefix)
-        demonstrations = _encode_demonstrations(chunk, tokenizer)
+        demonstrations = _encode_demonstrations(chunk, tokenizer, finals, {*ends, *finals.values()})
         shown = [(r.where, r.teacher_prompt, r.tools) for r in chunk if r.teacher_prompt is not None]
         teachers = iter(encode_prompts(shown, tokenizer, config.response_prefix, shows_responses))
         for row, prompt, demonstration in zip(chunk, prompts, demonstrations, strict=True):
@@ -285,12 +289,16 @@ def _shaped(config: DataConfig, text: str | None, answer: str | None) -> tuple[s
     return _after_prefix(demonstration, config.response_prefix)
 
 
-def _encode_demonstrations(chunk: Sequence[_Parsed], tokenizer: PreTrainedTokenizerBase) -> list[list[int] | None]:
+def _encode_demonstrations(
+    chunk: Sequence[_Parsed], tokenizer: PreTrainedTokenizerBase, finals: Mapping[bool, int], ends: set[int]
+) -> list[list[int] | None]:
+    """finals: the token added behind a plain prompt and behind chat messages, unless the text ends in one of `ends`."""
     texts = [row.demonstration for row in chunk if row.demonstration is not None]
     encoded = iter(tokenizer(texts, add_special_tokens=False).input_ids if texts else [])
-    eos = tokenizer.eos_token_id
     demonstrations: list[list[int] | None] = []
     for row in chunk:
         ids = None if row.demonstration is None else next(encoded)
-        demonstrations.append(ids if ids is None or ids[-1:] == [eos] else [*ids, eos])
+        if ids is not None and ends.isdisjoint(ids[-1:]):
+            ids = [*ids, finals[not isinstance(row.prompt, str)]]
+        demonstrations.append(ids)
     return demonstrations

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from transformers import PreTrainedTokenizerBase
 
 from rlplus.config import BENCHMARKS, ROW, DataConfig, EvaluationConfig, ValidationConfig, benchmark_name
+from rlplus.data.ends import turn_warning
 from rlplus.data.examples import Example, read_examples
 from rlplus.data.load_report import LoadReport
 from rlplus.data.row_files import Row, get_column, read_rows, row_names
@@ -29,15 +30,22 @@ class Problems:
 
 
 def load_problems(
-    config: EvaluationConfig, tokenizer: PreTrainedTokenizerBase, *, chat_expected: bool = False
+    config: EvaluationConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    chat_expected: bool = False,
+    ends: Sequence[int] | None = None,
 ) -> list[Example]:
     """The distinct problems of an evaluation. ValueError if they are refused, see `read_problems`.
 
-    chat_expected: warn if prompts are plain text though the tokenizer has a chat template.
+    chat_expected: warn if prompts are plain text though the tokenizer has a chat template. ends: warn if prompts are
+    chat messages and the template ends a turn in none of these.
     """
     sources = read_problems(config, tokenizer)
     assert config.data is not None
-    plain = sum(source.report.plain for source in sources)
+    plain, rows = (sum(getattr(source.report, name) for source in sources) for name in ("plain", "rows"))
+    if ends is not None and plain < rows and (warning := turn_warning(tokenizer, ends)):
+        logger.warning("%s", warning)
     if chat_expected and plain and tokenizer.chat_template is not None and config.data.template == "own":
         logger.warning(
             "%d prompts are text, given to the model as it is, without its chat template: evaluation.data.chat=true "

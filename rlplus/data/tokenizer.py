@@ -55,9 +55,15 @@ def load_tokenizer(model: ModelConfig, path: str | None = None) -> PreTrainedTok
     return tokenizer
 
 
-def response_text(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int], prefix: str | None) -> str:
-    """A response as it is graded and shown: `data.response_prefix` and its tokens' text, without special tokens."""
-    text: str = tokenizer.decode(list(tokens), skip_special_tokens=True)
+def response_text(
+    tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int], prefix: str | None, ends: Sequence[int] = ()
+) -> str:
+    """A response as it is graded and shown: `data.response_prefix` and its tokens' text, without special tokens.
+
+    ends: the run's `find_ends`, which need not be special tokens: one at the end is left out, too.
+    """
+    ended = tokens and tokens[-1] in ends
+    text: str = tokenizer.decode(list(tokens[:-1] if ended else tokens), skip_special_tokens=True)
     return (prefix or "") + text
 
 

@@ -22,15 +22,22 @@ _FREE = {key.removeprefix("rollout.") for key in MAY_CHANGE if key.startswith("r
 }
 
 
-def asked_of(config: Config, model: Path, benchmark: str, problems: Sequence[Example], ranks: int) -> dict[str, str]:
+def asked_of(
+    config: Config, model: Path, benchmark: str, problems: Sequence[Example], ranks: int, ends: Sequence[int] = ()
+) -> dict[str, str]:
     """Everything that determines the samples of a benchmark and their grades; defaults are left out.
 
-    model: a folder, or a name on the hub whose config.json is in the cache.
+    model: a folder, or a name on the hub whose config.json is in the cache. ends: the tokens that end a response;
+    empty: the tokenizer's `eos_token` alone.
     """
     assert config.evaluation.data is not None
     settings = config.model_dump(
         include={"model", "rollout", "evaluation"},
-        exclude={"model": {"path", "scratch"}, "evaluation": {"k", "every", "benchmarks"}, "rollout": _FREE},
+        exclude={
+            "model": {"path", "scratch", "end_tokens"},
+            "evaluation": {"k", "every", "benchmarks"},
+            "rollout": _FREE,
+        },
         exclude_defaults=True,
     )
     settings.get("evaluation", {}).get("data", {}).pop("path", None)
@@ -45,6 +52,7 @@ def asked_of(config: Config, model: Path, benchmark: str, problems: Sequence[Exa
         "data": f"{', '.join(config.evaluation.data.paths)}@{_hash(rows)}",
         **dict(_flat(settings)),
         "evaluation.samples": str(config.evaluation.samples),
+        **({"model.end_tokens": json.dumps(sorted(ends))} if ends else {}),
         "evaluation.temperature": str(config.evaluation.temperature),
         "train.seed": str(config.train.seed),
         "processes": str(ranks),

@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerBase
 
 from rlplus.common import agree
 from rlplus.config import Config, EvaluationConfig, check_evaluation_files
-from rlplus.data import SAMPLES, Example, load_problems, load_tokenizer, response_text
+from rlplus.data import SAMPLES, Example, ends_text, find_ends, load_problems, load_tokenizer, response_text
 from rlplus.evaluation.asked import Asked, asked_of
 from rlplus.evaluation.output_folder import check_folder, held, others_in
 from rlplus.evaluation.partial_samples import Answer, Call, Graded, KeptCalls, added
@@ -203,9 +203,14 @@ def _evaluate_model(
     path = Path(config.output_dir) / "model" if model is None else Path(model)
     rank, ranks = _rank_of()
     tokenizer = load_tokenizer(config.model, str(path))
-    problems = load_problems(config.evaluation, tokenizer, chat_expected=chat_expected and rank == 0)
+    ends = find_ends(config.model, tokenizer, str(path))
+    first = rank == 0
+    problems = load_problems(
+        config.evaluation, tokenizer, chat_expected=chat_expected and first, ends=ends if first else None
+    )
     benchmarks = _by_benchmark(config.evaluation, problems)
-    asked = {name: asked_of(config, path, name, examples, ranks) for name, examples in benchmarks.items()}
+    further = () if ends == (tokenizer.eos_token_id,) else ends
+    asked = {name: asked_of(config, path, name, each, ranks, further) for name, each in benchmarks.items()}
     keep = None if output is None else _keep_in(output, asked, tokenizer, len(problems), overwrite, say, rank, ranks)
     model_config = existing_model(str(path), config.model.trust_remote_code, config.model.overrides)
     check_positions(config, model_config, trains=False)
@@ -214,6 +219,8 @@ def _evaluate_model(
     respond = make_respond(config.rollout.function, tokenizer, model_config.vocab_size, config.rollout.environment)
     with TemporaryDirectory() as folder, Scorers(config, config.evaluation) as scorers:
         write_pretrained(model_config, folder)
+    if first:
+        say(f"responses end in {ends_text(tokenizer, ends)}")
         # Nothing trains beside it, so it is always in this process and awake; and samples from the whole vocabulary.
         alone = {"mode": "colocated", "server_url": None, "sleep": False, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
         alone["routing_replay"] = False  # nothing is recorded for a trainer
@@ -224,14 +231,14 @@ def _evaluate_model(
             str(path),
             dtype=config.model.dtype,
             max_model_len=config.max_evaluation_length,
-            eos_token_id=tokenizer.eos_token_id,
+            end_ids=ends,
             pad_token_id=tokenizer.pad_token_id,
             seed=config.train.seed,
             trust_remote_code=config.model.trust_remote_code,
             config_path=folder,
         )
         try:
-            decode = partial(response_text, tokenizer, prefix=config.data.response_prefix)
+            decode = partial(response_text, tokenizer, prefix=config.data.response_prefix, ends=ends)
             results = evaluate_benchmarks(
                 config,
                 config.evaluation,

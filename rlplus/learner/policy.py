@@ -200,15 +200,17 @@ class Policy(Learner):
             with deepspeed.zero.GatheredParameters([p for _, parameters, _ in bucket for p in parameters]):
                 yield from ((name, value()) for name, _, value in bucket)
 
-    def export(self, folder: str) -> None:
-        """Write the weights as a Hugging Face folder (safetensors); all ranks call it."""
+    def export(self, folder: str, ends: Sequence[int]) -> None:
+        """Write the weights as a Hugging Face folder (safetensors); all ranks call it. ends: of the model's responses."""
         state = {}
         for name, weight in self.weights():
             if dist.get_rank() == 0:
                 state[name] = weight.cpu().clone()
         if dist.get_rank() == 0:
-            with dropout_of(self.engine.module.lm, self.model_config):
-                write_model(self.engine.module.lm, folder, state)
+            lm = self.engine.module.lm
+            lm.generation_config.eos_token_id = ends[0] if len(ends) == 1 else [*ends]
+            with dropout_of(lm, self.model_config):
+                write_model(lm, folder, state)
         agree.barrier()
 
 

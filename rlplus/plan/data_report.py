@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from rlplus.config import Config
-from rlplus.data import Example, LoadReport, load_tokenizer, read_examples, read_problems, response_text
+from rlplus.data import Example, LoadReport, find_ends, load_tokenizer, read_examples, read_problems, response_text
 from rlplus.evaluation.known import known_benchmarks, refusal
 from rlplus.reward import RewardOrStatus, Scorer
 from rlplus.trainer.prompt_pool import Prompts, select_prompts
@@ -70,6 +70,7 @@ def plan_data(config: Config) -> DataPlan:
     """
     initialize_distributed()
     tokenizer = load_tokenizer(config.model)
+    ends = find_ends(config.model, tokenizer)
     recipe = config.algorithm.resolve().recipe
     loaded, report = read_examples(
         config.data,
@@ -78,6 +79,7 @@ def plan_data(config: Config) -> DataPlan:
         teacher_template=recipe.demonstration_prompt,
         shows_responses=recipe.shows_responses,
         topk=recipe.topk,
+        ends=ends,
     )
     reports, reasons = {"data": report}, [report.refusal(config.data)]
     for key, section in config.evaluations_read.items():
@@ -90,7 +92,7 @@ def plan_data(config: Config) -> DataPlan:
             reasons.append(refusal(tests))
     refusals = [reason for reason in reasons if reason is not None]
     with Scorer(config.reward, config.data.columns) as scorer:
-        decode = partial(response_text, tokenizer, prefix=config.data.response_prefix)
+        decode = partial(response_text, tokenizer, prefix=config.data.response_prefix, ends=ends)
         prompts = select_prompts(config, loaded, scorer, decode)
     graded = [] if prompts.graded is None else [prompts.graded.summary()]
     return DataPlan(

@@ -6,6 +6,7 @@ process, in a process of their own, or (vLLM) in a server that the user started.
 """
 
 import logging
+from collections.abc import Sequence
 from importlib.util import find_spec
 from typing import Any
 
@@ -64,7 +65,7 @@ def make_engine(
     *,
     dtype: str,
     max_model_len: int,
-    eos_token_id: int,
+    end_ids: Sequence[int],
     pad_token_id: int,
     seed: int,
     trust_remote_code: bool = False,
@@ -73,17 +74,17 @@ def make_engine(
 ) -> RolloutEngine:
     """Start the engine that config names, or find the server, on the model in the folder model_path.
 
-    dtype: "float32" or "bfloat16". max_model_len: tokens of a prompt and its response together. config_path: folder of
-    the config.json to use in place of the model's own, for a run that changes, say, the rope (write it with
-    `model.config.save_pretrained`). adapters: those that will be pushed in place of weights, for vLLM outside of a
-    server. Where torch.distributed is used, initialise it first and call this on all ranks:
-    each gets an engine of its own, or its part of one. ValueError: config.engine is not installed, the ranks and GPUs
-    do not fit config, or it cannot apply the adapters.
+    dtype: "float32" or "bfloat16". max_model_len: tokens of a prompt and its response together. end_ids: the tokens
+    that end a response, whatever the model's own files name. config_path: folder of the config.json to use in place of
+    the model's own, for a run that changes, say, the rope (write it with `model.config.save_pretrained`). adapters:
+    those that will be pushed in place of weights, for vLLM outside of a server. Where torch.distributed is used,
+    initialise it first and call this on all ranks: each gets an engine of its own, or its part of one. ValueError:
+    config.engine is not installed, the ranks and GPUs do not fit config, or it cannot apply the adapters.
     """
     settings: dict[str, Any] = {
         "dtype": dtype,
         "max_model_len": max_model_len,
-        "eos_token_id": eos_token_id,
+        "end_ids": end_ids,
         "trust_remote_code": trust_remote_code,
         "config_path": config_path,
     }

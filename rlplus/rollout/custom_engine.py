@@ -46,7 +46,7 @@ class Response:
     tokens     ids of everything behind the prompt
     trained    whether the policy sampled the token: only these have a loss
     logprob    the engine's, for the tokens that are trained on; for others anything
-    ended      the policy drew the end token, or there is no room left
+    ended      the policy drew an end token, or there is no room left
     truncated  it ended for want of room
     reward     None: the run's reward grades the text
     metrics    further numbers about it by name, whose means a step logs as environment/NAME

@@ -34,7 +34,7 @@ class HttpEngine(ABC):
         *,
         dtype: str,
         max_model_len: int,
-        eos_token_id: int,
+        end_ids: Sequence[int],
         trust_remote_code: bool = False,
         config_path: str | None = None,
     ) -> None:
@@ -44,7 +44,7 @@ class HttpEngine(ABC):
         self._shapes, self._vocabulary = parameter_shapes(
             config_path or model_path, trust_remote_code=trust_remote_code
         )
-        self._max_model_len, self._eos = max_model_len, eos_token_id
+        self._max_model_len, self._ends = max_model_len, end_ids
         self._timeout_s, self._progress_s = config.push_timeout_s, config.progress_timeout_s
         self._version: int | None = None
         self._failure: str | None = "the server may hold any weights: push before generating"

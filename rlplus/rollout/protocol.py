@@ -32,8 +32,8 @@ class Sampling:
     """Settings with which all responses of a call are sampled.
 
     temperature: 0 decodes greedily. seed: the same one gives the same tokens for the same requests and weights; ranks
-    that generate at the same time need different ones. stop: further token ids that end a response as the end token
-    does. top_k, top_p, min_p: see `RolloutConfig`; top_k 0 draws from the whole vocabulary.
+    that generate at the same time need different ones. stop: further token ids that end a response as the engine's
+    end tokens do. top_k, top_p, min_p: see `RolloutConfig`; top_k 0 draws from the whole vocabulary.
     experts: whether the responses have the experts that were chosen (rollout.routing_replay).
     """
 
@@ -60,14 +60,14 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Completion:
-    """One sampled response: its token ids with the stop token, if it came, as the last.
+    """One sampled response: its token ids with the end or stop token, if it came, as the last.
 
     logprob: each token's, in nats, under log_softmax(logits / temperature), the distribution it was drawn from; after
     greedy decoding (temperature 0) under log_softmax(logits); with `Sampling.top_k` the softmax is over kept tokens.
     kept: the tokens that were kept for each token, itself among them; None where all were.
     experts: of all tokens of prompt and response but the last, see `rlplus.common.chosen_experts`, with
     `Sampling.experts`; else None.
-    truncated: max_tokens ended it and no stop token.
+    truncated: max_tokens ended it, and no end or stop token.
     trained, reward: a rollout function's (`rollout.function`). Whether each token was sampled: only these are trained
     on, and the others' logprobs are not read; None = all were. The reward; None = the run's reward grades the text.
     metrics: further numbers of the function, by name.

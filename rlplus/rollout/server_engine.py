@@ -133,7 +133,7 @@ class ServerEngine(HttpEngine):
                 "seed": seed,
                 "logprobs": 0,
                 "ignore_eos": True,
-                "stop_token_ids": [self._eos, *sampling.stop],
+                "stop_token_ids": [*self._ends, *sampling.stop],
                 "detokenize": False,
             }
             for request, seed in zip(requests, prompt_seeds(requests, sampling.seed), strict=True)

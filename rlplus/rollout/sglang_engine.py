@@ -37,8 +37,8 @@ SPARE = 6  # tokens of --context-length that SGLang keeps from prompt and respon
 class SGLangEngine(HttpEngine):
     """One server for all ranks. ValueError if none answers, or if it was not started so that logprobs are exact.
 
-    SGLang ends a response at each end token of the model's own files. Where that is not the run's, the response goes on
-    in another request, so that a response ends as with the other engines.
+    SGLang ends a response at each end token of the model's own files. Where that is none of the run's, the response
+    goes on in another request, so that a response ends as with the other engines.
     """
 
     kind = SGLANG
@@ -90,7 +90,7 @@ class SGLangEngine(HttpEngine):
             "repetition_penalty": 1.0,
             "frequency_penalty": 0.0,
             "presence_penalty": 0.0,
-            "stop_token_ids": [self._eos, *sampling.stop],
+            "stop_token_ids": [*self._ends, *sampling.stop],
         }
         return [  # seeds count where the server runs with --enable-deterministic-inference
             common | {"max_new_tokens": request.max_tokens, "sampling_seed": seed, "n": request.n}

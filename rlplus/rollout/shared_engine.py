@@ -1,7 +1,7 @@
 """Rollouts by the policy itself: a second module around its parameters, so that generating takes no copy of them."""
 
 import copy
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -25,10 +25,10 @@ class SharedEngine(TransformersEngine):
         lm: PreTrainedModel,
         *,
         max_model_len: int,
-        eos_token_id: int,
+        end_ids: Sequence[int],
         pad_token_id: int,
     ) -> None:
-        self._begin(config, twin_of(lm), max_model_len, eos_token_id, pad_token_id)
+        self._begin(config, twin_of(lm), max_model_len, end_ids, pad_token_id)
 
     def push_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Nothing to do: these weights are the engine's already, and are not made (merged, dequantized) for it."""

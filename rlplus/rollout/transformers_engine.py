@@ -99,7 +99,7 @@ class TransformersEngine:
         *,
         dtype: str,
         max_model_len: int,
-        eos_token_id: int,
+        end_ids: Sequence[int],
         pad_token_id: int,
         trust_remote_code: bool = False,
         config_path: str | None = None,
@@ -110,14 +110,14 @@ class TransformersEngine:
                 model_path, config=model_config, dtype=getattr(torch, dtype), trust_remote_code=trust_remote_code
             )
         model.to("cuda" if torch.cuda.is_available() else "cpu").requires_grad_(False)
-        self._begin(config, model, max_model_len, eos_token_id, pad_token_id)
+        self._begin(config, model, max_model_len, end_ids, pad_token_id)
 
     def _begin(
-        self, config: RolloutConfig, model: Any, max_model_len: int, eos_token_id: int, pad_token_id: int
+        self, config: RolloutConfig, model: Any, max_model_len: int, end_ids: Sequence[int], pad_token_id: int
     ) -> None:
         self._model, self._device = model.eval(), model.device
         self._max_model_len = max_model_len
-        self._eos, self._pad = eos_token_id, pad_token_id
+        self._ends, self._pad = end_ids, pad_token_id
         self._push_timeout_s = config.push_timeout_s
         self.clock = Clock("the generation", "rollout.progress_timeout_s", config.progress_timeout_s)
         self._failure: str | None = None
@@ -202,7 +202,7 @@ class TransformersEngine:
 
         A sequence that has ended leaves the batch.
         """
-        stops = [self._eos, *sampling.stop]
+        stops = [*self._ends, *sampling.stop]
         tokens: list[list[int]] = [[] for _ in copies]
         logprobs: list[list[float]] = [[] for _ in copies]
         kept = [KeptSets() for _ in copies]

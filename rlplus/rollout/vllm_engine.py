@@ -69,7 +69,7 @@ class VLLMEngine:
         *,
         dtype: str,
         max_model_len: int,
-        eos_token_id: int,
+        end_ids: Sequence[int],
         seed: int,
         trust_remote_code: bool = False,
         config_path: str | None = None,
@@ -88,7 +88,7 @@ class VLLMEngine:
         self._push_timeout_s = config.push_timeout_s
         self.clock = Clock("the generation", "rollout.progress_timeout_s", config.progress_timeout_s)
         self._shared = dist.is_initialized() and self._tp > 1  # neighbouring ranks share it
-        self._eos, self._max_model_len = eos_token_id, max_model_len
+        self._ends, self._max_model_len = end_ids, max_model_len
         self._failure: str | None = None
         self._foreign_group = dist.is_initialized()
         cache_mb = config.kv_cache_memory_mb or (DEFAULT_CACHE_MB if self._cpu else None)
@@ -207,7 +207,7 @@ class VLLMEngine:
                 logprobs=0,  # the sampled token's only
                 flat_logprobs=True,
                 ignore_eos=True,  # the stop tokens are the caller's, whatever else the model's config calls eos
-                stop_token_ids=[self._eos, *sampling.stop],
+                stop_token_ids=[*self._ends, *sampling.stop],
                 detokenize=False,
             )
             for request, seed in zip(requests, prompt_seeds(requests, sampling.seed), strict=True)

@@ -58,7 +58,7 @@ class Run:
     """The parts of a run, all of them made and, if it resumes, restored.
 
     config: with the number of steps, computed from epochs if needed. learners: the policy and the models that the
-    recipe trains alongside it, by name.
+    recipe trains alongside it, by name. ends: the tokens that end a response.
     """
 
     config: Config
@@ -80,10 +80,11 @@ class Run:
     start: StepStart
     log: RunLog
     stop: StopSignal
+    ends: Sequence[int]
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Response tokens as the reward reads them: `data.response_prefix` first, no special tokens."""
-        return response_text(self.tokenizer, tokens, self.config.data.response_prefix)
+        return response_text(self.tokenizer, tokens, self.config.data.response_prefix, self.ends)
 
     def count_nonfinite(self, applied: bool, model: str = "policy") -> None:
         """RunFailed after `max_nonfinite` consecutive updates of a model with a non-finite gradient, all skipped."""
@@ -134,7 +135,7 @@ class Run:
             raise Interrupted(signal, f"stopped by signal {signal} after step {step}")
         model = self.folder.model
         agree.phase("export")
-        self.policy.export(str(model))
+        self.policy.export(str(model), self.ends)
         if self.rank == 0:
             write_pretrained(self.tokenizer, str(model))
             remove_unfinished(model, r"README\.md")

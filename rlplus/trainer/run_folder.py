@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+from transformers import PreTrainedTokenizerBase
 
 from rlplus import __version__, checkpoint
 from rlplus.common import agree
@@ -16,7 +17,7 @@ from rlplus.common.durable import flush_all, make_folder, remove_unfinished, wri
 from rlplus.common.textfiles import read_text
 from rlplus.config import STARTS, Config, recorded_config
 from rlplus.config.surroundings import MAY_CHANGE, surroundings
-from rlplus.data import SAMPLES, Example, drop_kept
+from rlplus.data import SAMPLES, Example, drop_kept, ends_text
 from rlplus.learner.deepspeed_settings import check_resharding
 from rlplus.trainer.provenance import note_start
 
@@ -59,6 +60,18 @@ class RunFolder:
         """Whether the model of `last` has been written."""
         exported = read_text(self._exported) if self._exported.exists() else ""
         return self.last is not None and exported == self.last.name and (self.model / "config.json").exists()
+
+    def keep_ends(self, found: tuple[int, ...], tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+        """The tokens that end a response: those found now, or those that the resumed run began with."""
+        before = [tokenizer.eos_token_id]  # versions without this entry knew this one only
+        ends = found if self.last is None else tuple(self.state.get("ends", before))
+        if set(ends) != set(found):
+            self.notes.append(
+                f"responses go on ending as when the run began, in {ends_text(tokenizer, ends)}; those of a new run "
+                f"would end in {ends_text(tokenizer, found)}"
+            )
+        self.fixed["ends"] = [*ends]
+        return ends
 
     def set_inputs(self, weights: str | None, examples: Sequence[Example]) -> None:
         """Fingerprint the inputs; ValueError if the checkpoint has others; their location may differ."""

@@ -16,7 +16,7 @@ from rlplus import checkpoint
 from rlplus.common import agree
 from rlplus.common.terminal import Terminal
 from rlplus.config import Config, check_trackers
-from rlplus.data import PromptSampler, load_examples, load_tokenizer, response_text
+from rlplus.data import PromptSampler, ends_text, find_ends, load_examples, load_tokenizer, response_text, turn_warning
 from rlplus.learner import (
     Learner,
     Policy,
@@ -88,11 +88,12 @@ def _made(config: Config, resume: str | None, stack: ExitStack) -> Run:
     check_positions(config, model_config)
     tokenizer = load_tokenizer(config.model, model_path)
     pad_id: int = tokenizer.pad_token_id
+    ends = folder.keep_ends(find_ends(config.model, tokenizer, model_path), tokenizer)
     respond = make_respond(config.rollout.function, tokenizer, model_config.vocab_size, config.rollout.environment)
     scorer = stack.enter_context(Scorer(config.reward, config.data.columns))
     agree.phase("data")
-    decode = partial(response_text, tokenizer, prefix=config.data.response_prefix)
-    data, notes = _load_data(config, folder, tokenizer, scorer, decode)
+    decode = partial(response_text, tokenizer, prefix=config.data.response_prefix, ends=ends)
+    data, notes = _load_data(config, folder, tokenizer, ends, scorer, decode)
     config = config.with_steps(len(data.variants))
     if (epochs := config.train.epochs) is not None:
         notes.append(f"{epochs} epochs of {len(data.variants)} prompts: {config.train.steps} steps")
@@ -127,6 +128,7 @@ def _made(config: Config, resume: str | None, stack: ExitStack) -> Run:
         config=config, rank=rank, world=world, folder=folder, tokenizer=tokenizer, pad_id=pad_id, scorer=scorer,
         examples=data.examples, progress=progress, sampler=sampler, recipe=recipe, policy=policy, learners=learners,
         engine=engine, respond=respond, rollouts=rollouts, start=StepStart(rollouts, recipe), log=log, stop=stop,
+        ends=ends,
     )  # fmt: skip
 
 
@@ -147,6 +149,7 @@ def _load_data(
     config: Config,
     folder: RunFolder,
     tokenizer: PreTrainedTokenizerBase,
+    ends: Sequence[int],
     scorer: Scorer,
     decode: Callable[[Sequence[int]], str],
 ) -> tuple[Prompts, list[str]]:
@@ -168,13 +171,17 @@ def _load_data(
         teacher_template=recipe.demonstration_prompt,
         shows_responses=recipe.shows_responses,
         topk=recipe.topk,
+        ends=ends,
     )
     folder.set_inputs(weights, examples)
     selected = select_prompts(config, examples, scorer, decode, folder.state.get("verdicts", []))
     if refusals := [*selected.refusals(config)]:
         raise ValueError("; ".join(refusals))
     folder.fixed["verdicts"] = selected.verdicts
-    return selected, [report.summary(), *([selected.graded.summary()] if selected.graded else [])]
+    notes = [f"responses end in {ends_text(tokenizer, ends)}", report.summary()]
+    if report.plain < report.rows and (warning := turn_warning(tokenizer, ends)):
+        notes.insert(1, warning)
+    return selected, [*notes, *([selected.graded.summary()] if selected.graded else [])]
 
 
 def _start_tuning(config: Config, model_config: PretrainedConfig, folder: RunFolder, stack: ExitStack) -> None:
@@ -206,17 +213,18 @@ def _engine_starter(
     policy: Policy,
     model_path: str,
     model_config: PretrainedConfig,
-    tokenizer: PreTrainedTokenizerBase,
+    ends: Sequence[int],
+    pad_id: int,
     place: Path,
 ) -> Callable[[], RolloutEngine]:
     """A function that starts the engine. The model configuration, which it reads, is written to `place`."""
     write_pretrained(model_config, str(place))
     if not config.needs_engine:
         return NoEngine
-    limits = {
+    limits: dict[str, Any] = {
         "max_model_len": config.max_generation_length,
-        "eos_token_id": tokenizer.eos_token_id,
-        "pad_token_id": tokenizer.pad_token_id,
+        "end_ids": ends,
+        "pad_token_id": pad_id,
     }
     if config.rollout.share_weights:
         return partial(SharedEngine, config.rollout, policy.engine.module.lm, **limits)

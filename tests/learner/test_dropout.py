@@ -84,7 +84,7 @@ def test_a_run_has_none_says_so_once_and_writes_the_fields_as_they_were(
     """Policy, reference and critic, in training mode and with other random numbers each time."""
     source = tmp_path / "model"
     with open_run(run_config(tmp_path, "made")) as run:
-        run.policy.export(str(source))
+        run.policy.export(str(source), run.ends)
         run.tokenizer.save_pretrained(source)
     fields = json.loads((source / "config.json").read_text())
     (source / "config.json").write_text(json.dumps(fields | {"attention_dropout": 0.5}))
@@ -103,6 +103,6 @@ def test_a_run_has_none_says_so_once_and_writes_the_fields_as_they_were(
         for value in (run.policy.logprob, critic.value, lambda b: run.policy.logprob(b, reference=True)):
             assert torch.equal(value(batch), value(batch))
         assert torch.equal(run.policy.logprob(batch), run.policy.logprob(batch, reference=True))
-        run.policy.export(str(tmp_path / "written"))
+        run.policy.export(str(tmp_path / "written"), run.ends)
         assert not list(dropout_fields(run.policy.engine.module.lm.config))
     assert json.loads((tmp_path / "written/config.json").read_text())["attention_dropout"] == 0.5

@@ -30,7 +30,7 @@ def test_generating_takes_what_is_planned(tmp_path, prompt, response):
     Qwen2ForCausalLM(model_config).save_pretrained(tmp_path / "model")
     byte_tokenizer().save_pretrained(tmp_path / "model")
     policy = Policy(config, str(tmp_path / "model"), model_config)
-    limits = {"max_model_len": config.max_generation_length, "eos_token_id": 999, "pad_token_id": 0}
+    limits = {"max_model_len": config.max_generation_length, "end_ids": [999], "pad_token_id": 0}
     engine = SharedEngine(config.rollout, policy.engine.module.lm, **limits)
     plan = make_plan(config, CPU)
     planned = plan.memory.parts["generate"]

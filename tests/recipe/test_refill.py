@@ -214,7 +214,7 @@ def test_a_teacher_is_shown_a_response_of_the_group_of_several_draws_and_ranks(
     recipes = [SelfDistillRecipe(run_config(tmp_path, algorithm=algorithm)) for _ in range(world)]
 
     def collected(rank: int) -> Batch:
-        recipes[rank].end_id = end
+        recipes[rank].ends = [end]
         draw = draws_of(rewards, rank, world, demonstrations=False)
         return recipes[rank].collect(lambda: refill_batch(draw, options, config).batch)
 

@@ -57,7 +57,7 @@ def start(folder: Path, mode: str = "colocated", rollout: dict[str, Any] | None 
         vllm=options,  # type: ignore[arg-type]
         **(rollout or {}),
     )
-    lengths = {"max_model_len": MAX_MODEL_LEN, "eos_token_id": EOS, "pad_token_id": PAD}
+    lengths = {"max_model_len": MAX_MODEL_LEN, "end_ids": [EOS], "pad_token_id": PAD}
     return make_engine(config, str(folder), dtype="float32", seed=0, **lengths)
 
 
@@ -178,7 +178,7 @@ def test_options_are_not_dropped_where_auto_finds_no_vllm(monkeypatch: pytest.Mo
     monkeypatch.setattr(rlplus.rollout, "find_spec", lambda name: None)
     config = RolloutConfig(max_response_length=8, vllm={"max_num_seqs": 4})
     with pytest.raises(ValueError, match=r"^rollout\.vllm needs vLLM, which is not installed"):
-        make_engine(config, "-", dtype="float32", max_model_len=8, eos_token_id=0, pad_token_id=0, seed=0)
+        make_engine(config, "-", dtype="float32", max_model_len=8, end_ids=[0], pad_token_id=0, seed=0)
 
 
 def test_a_run_resumes_with_the_options_that_it_began_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,7 +22,7 @@ COUNTS, LONGEST = [3, 0, 2], 12
 
 def engine_of(path: Path, **changes: Any) -> TransformersEngine:
     config = RolloutConfig(engine="transformers", max_response_length=16, routing_replay=True, **changes)
-    return TransformersEngine(config, str(path), dtype="float32", max_model_len=64, eos_token_id=1, pad_token_id=0)
+    return TransformersEngine(config, str(path), dtype="float32", max_model_len=64, end_ids=[1], pad_token_id=0)
 
 
 def check(model: Any, groups: list[list[Completion]]) -> None:

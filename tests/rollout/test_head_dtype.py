@@ -18,7 +18,7 @@ PROMPT, TEMPERATURE = [5, 9, 12], 2.0  # the highest that vLLM takes
 def first_logprobs(folder: Path, **options: Any) -> dict[int, float]:
     """The tokens that an engine drew after PROMPT, with their logprobs."""
     config = RolloutConfig(max_response_length=1, kv_cache_memory_mb=16, **options)
-    lengths = {"max_model_len": MAX_MODEL_LEN, "eos_token_id": EOS, "pad_token_id": PAD}
+    lengths = {"max_model_len": MAX_MODEL_LEN, "end_ids": [EOS], "pad_token_id": PAD}
     engine = make_engine(config, str(folder), dtype="bfloat16", seed=0, **lengths)
     try:
         (group,) = engine.generate([Request(PROMPT, 64, 1)], Sampling(temperature=TEMPERATURE, seed=1))

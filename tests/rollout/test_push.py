@@ -54,7 +54,7 @@ def test_a_parameter_that_does_not_come_is_named(tmp_path: Path, clock: HangCloc
     save(model, tmp_path)
     config = RolloutConfig(engine="transformers", max_response_length=8, push_timeout_s=0.3)
     engine = make_engine(
-        config, str(tmp_path), dtype="float32", max_model_len=32, eos_token_id=EOS, pad_token_id=PAD, seed=0
+        config, str(tmp_path), dtype="float32", max_model_len=32, end_ids=[EOS], pad_token_id=PAD, seed=0
     )
     names = [name for name, _ in model.named_parameters()]
 
@@ -157,7 +157,7 @@ def test_a_generation_that_hangs_in_this_process_is_ended(
     save(tiny_model(tied=True), tmp_path)
     config = RolloutConfig(engine="transformers", max_response_length=8, progress_timeout_s=0.3)
     engine: Any = make_engine(
-        config, str(tmp_path), dtype="float32", max_model_len=32, eos_token_id=EOS, pad_token_id=PAD, seed=0
+        config, str(tmp_path), dtype="float32", max_model_len=32, end_ids=[EOS], pad_token_id=PAD, seed=0
     )
 
     monkeypatch.setattr(engine._model, "generate", lambda *_, **__: clock.hang())
@@ -206,7 +206,7 @@ def on_cuda(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     def start(folder: Path, **settings: Any) -> Any:
         save(tiny_model(tied=True), folder)
         config = RolloutConfig(engine="vllm", max_response_length=8, sleep=True)
-        lengths = {"max_model_len": 32, "eos_token_id": EOS, "pad_token_id": PAD}
+        lengths = {"max_model_len": 32, "end_ids": [EOS], "pad_token_id": PAD}
         return make_engine(config, str(folder), seed=0, **lengths, **settings)
 
     return start
@@ -319,7 +319,7 @@ def test_the_recorded_methods_are_vllms() -> None:
             "nowhere",
             dtype="float32",
             max_model_len=32,
-            eos_token_id=EOS,
+            end_ids=[EOS],
             seed=0,
         )
 

@@ -159,7 +159,7 @@ def test_a_process_that_cannot_start_says_why(shared: tuple[Path, Qwen2ForCausal
     (tmp_path / "model/config.json").write_text((shared[0] / "config.json").read_text())
     with pytest.raises(RunFailed, match=r"transformers .process.: OSError: .*no file named model"):
         make_engine(
-            config, str(tmp_path / "model"), dtype="float32", max_model_len=32, eos_token_id=1, pad_token_id=0, seed=0
+            config, str(tmp_path / "model"), dtype="float32", max_model_len=32, end_ids=[1], pad_token_id=0, seed=0
         )
 
 

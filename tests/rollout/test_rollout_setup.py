@@ -71,7 +71,7 @@ def test_sleep_is_not_ignored_where_auto_finds_no_vllm(monkeypatch: pytest.Monke
     monkeypatch.setattr(rlplus.rollout, "find_spec", lambda name: None)
     config = RolloutConfig(sleep=True, max_response_length=8)
     with pytest.raises(ValueError, match=r"rollout\.sleep needs vLLM, which is not installed"):
-        make_engine(config, "-", dtype="float32", max_model_len=8, eos_token_id=0, pad_token_id=0, seed=0)
+        make_engine(config, "-", dtype="float32", max_model_len=8, end_ids=[0], pad_token_id=0, seed=0)
 
 
 @pytest.mark.vllm

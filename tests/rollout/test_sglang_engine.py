@@ -21,7 +21,7 @@ from rlplus.trainer import train
 def connect(url: str, path: Path, dtype: str = "float32", **changes: Any) -> RolloutEngine:
     folder = {"weights_folder": str(path / "shared")}
     config = RolloutConfig(engine="sglang", mode="server", server_url=url, max_response_length=16, **folder | changes)
-    lengths: dict[str, int] = {"max_model_len": MAX_MODEL_LEN, "eos_token_id": EOS, "pad_token_id": PAD}
+    lengths: dict[str, int] = {"max_model_len": MAX_MODEL_LEN, "end_ids": [EOS], "pad_token_id": PAD}
     return make_engine(config, str(path), dtype=dtype, seed=0, **lengths)
 
 

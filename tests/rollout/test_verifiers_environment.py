@@ -65,9 +65,7 @@ def engine(model: Qwen2ForCausalLM, tmp_path_factory: pytest.TempPathFactory) ->
     folder = tmp_path_factory.mktemp("model")
     save(model, folder)
     config = RolloutConfig(engine="transformers", max_response_length=ROOM, kv_cache_memory_mb=16)
-    made = make_engine(
-        config, str(folder), dtype="float32", max_model_len=512, eos_token_id=257, pad_token_id=256, seed=0
-    )
+    made = make_engine(config, str(folder), dtype="float32", max_model_len=512, end_ids=[257], pad_token_id=256, seed=0)
     yield made
     made.close()
 

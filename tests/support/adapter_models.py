@@ -55,7 +55,7 @@ class Adapted:
             str(self.folder),
             dtype="float32",
             max_model_len=MAX_MODEL_LEN,
-            eos_token_id=EOS,
+            end_ids=[EOS],
             pad_token_id=PAD,
             seed=0,
             adapters=self.adapters,

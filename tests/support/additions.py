@@ -221,7 +221,7 @@ class EchoEngine:
     },
     """
 from rlplus.rollout import Request, Sampling, make_engine
-settings = {"dtype": "float32", "max_model_len": 8, "eos_token_id": 0, "pad_token_id": 0, "seed": 0}
+settings = {"dtype": "float32", "max_model_len": 8, "end_ids": [0], "pad_token_id": 0, "seed": 0}
 engine = make_engine(load("rollout.engine=echo").rollout, "model", **settings)
 ((one, two),) = engine.generate([Request([5, 6], 2, 4)], Sampling(1.0, 0))
 assert engine.name == "echo" and one == two and one.tokens == [5, 6]

@@ -58,7 +58,7 @@ def start(kind: str, path: Path, **options: object) -> RolloutEngine:
         str(path),
         dtype="float32",
         max_model_len=MAX_MODEL_LEN,
-        eos_token_id=EOS,
+        end_ids=[EOS],
         pad_token_id=PAD,
         seed=0,
         **options,  # type: ignore[arg-type]
@@ -113,7 +113,7 @@ def start_process(kind: str, path: Path, **changes: object) -> ProcessEngine:
         str(path),
         dtype="float32",
         max_model_len=MAX_MODEL_LEN,
-        eos_token_id=EOS,
+        end_ids=[EOS],
         pad_token_id=PAD,
         seed=0,
     )

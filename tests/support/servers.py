@@ -284,7 +284,7 @@ def connect(url: str, path: Path, dtype: str = "float32", **changes: Any) -> Rol
         str(path),
         dtype=dtype,
         max_model_len=MAX_MODEL_LEN,
-        eos_token_id=EOS,
+        end_ids=[EOS],
         pad_token_id=PAD,
         seed=0,
     )

@@ -2,7 +2,8 @@
 
 An environment speaks in chat messages, and the trainer wants the tokens that were sampled. So a turn is never
 tokenised again: its tokens stay, and behind its end token come the tokens of the text by which the template's rendering
-of all messages is longer. That works only where the template changes nothing that was rendered before; it is checked:
+of all messages is longer. That works only where the template changes nothing that was rendered before; it is checked.
+A turn that was sampled with another end token than the template's keeps it:
 
     rendered for the last turn | what the policy said | end token | inserted: next message, "<|im_start|>assistant\\n"
 """
@@ -16,6 +17,7 @@ from typing import Any
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
+from rlplus.data import turn_end
 from rlplus.errors import RunFailed
 from rlplus.rollout.custom_engine import Response
 from rlplus.rollout.environments.tool_calls import Call, parse_calls
@@ -39,6 +41,9 @@ class Turns:
 
     def __init__(self, response: Response, tokenizer: PreTrainedTokenizerBase) -> None:
         self.response, self.tokenizer = response, tokenizer
+        end = turn_end(tokenizer)
+        self._end_id: int = tokenizer.eos_token_id if end is None else end
+        self._end = str(tokenizer.convert_ids_to_tokens(self._end_id))
         self._rendered: str | None = None  # everything before the last turn
         self._start = 0  # the last turn's place in the response's tokens
         self._turn: Turn | None = None
@@ -56,7 +61,7 @@ class Turns:
         else:
             inserted = self._encode_behind(self._added(text))
             if not self.response.ended:  # cut at max_turn_tokens
-                inserted = [self.tokenizer.eos_token_id, *inserted]
+                inserted = [self._end_id, *inserted]
             self.response.ended = False
             self.response.insert(inserted)
         self._rendered, self._start = text, len(self.response.tokens)
@@ -65,9 +70,9 @@ class Turns:
     def close(self, *, tools: bool) -> Turn:
         """The turn that was sampled since `open`. tools: whether its calls are to be read."""
         tokens, cut = self.response.tokens[self._start :], self.response.truncated or not self.response.ended
-        text: str = self.tokenizer.decode(tokens, skip_special_tokens=True)
+        text: str = self.tokenizer.decode(tokens if cut else tokens[:-1], skip_special_tokens=True)
         content, calls = parse_calls(text) if tools else (text, [])
-        if any(self.tokenizer.eos_token in json.dumps(call, ensure_ascii=False) for call in calls):
+        if any(self._end in json.dumps(call, ensure_ascii=False) for call in calls):
             content, calls = text, []  # a rendering of the call would hide where the turn ends
         self._turn = Turn(content, calls, len(tokens), cut)
         return self._turn
@@ -108,7 +113,7 @@ class Turns:
                 "renders earlier turns differently from the last one (some drop their thinking). The policy's tokens "
                 "cannot stay as they were sampled: want a model.chat_template that keeps them, or another environment"
             )
-        rest, end, at = text[len(self._rendered) :], self.tokenizer.eos_token, -1
+        rest, end, at = text[len(self._rendered) :], self._end, -1
         for _ in range(self._turn.content.count(end) + 1):
             at = rest.find(end, at + 1)
             if at < 0:
@@ -126,7 +131,7 @@ class Turns:
 
     def _encode_behind(self, text: str) -> list[int]:
         """Token ids of a text that follows the end token."""
-        end = self.tokenizer.eos_token
+        end = self._end
         start, both = self._encode(end), self._encode(end + text)
         if both[: len(start)] != start:
             raise RunFailed(f"want a tokenizer that splits text behind its end token {end!r}; this one joins them")
