@@ -215,12 +215,12 @@ def _evaluate_model(
     model_config = existing_model(str(path), config.model.trust_remote_code, config.model.overrides)
     check_positions(config, model_config, trains=False)
     own = sum(len(examples[rank::ranks]) for examples in benchmarks.values())
+    if first:
+        say(f"responses end in {ends_text(tokenizer, ends)}")
     progress(0, own)
     respond = make_respond(config.rollout.function, tokenizer, model_config.vocab_size, config.rollout.environment)
     with TemporaryDirectory() as folder, Scorers(config, config.evaluation) as scorers:
         write_pretrained(model_config, folder)
-    if first:
-        say(f"responses end in {ends_text(tokenizer, ends)}")
         # Nothing trains beside it, so it is always in this process and awake; and samples from the whole vocabulary.
         alone = {"mode": "colocated", "server_url": None, "sleep": False, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
         alone["routing_replay"] = False  # nothing is recorded for a trainer
