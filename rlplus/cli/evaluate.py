@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from rlplus.evaluation import Evaluation
 
 SHIPPED = Path(__file__).parents[1] / "configs"
+UNREAD = ("data", "algorithm", "checkpoint", "log", "validation")  # sections about a training
+READ = "data.response_prefix"  # the exception: it is part of the response that is graded
 
 
 def add(commands: "Commands") -> None:
@@ -151,13 +153,14 @@ def _model(args: argparse.Namespace) -> str | None:
 
 
 def evaluated(args: argparse.Namespace) -> tuple[Path, list[str]]:
-    """The configuration's file, and the overrides, including those given as options. ValueError names the option."""
+    """The configuration's file, and the overrides, including those given as options. ValueError names option or key."""
     options = {"evaluation.data.path": args.data, "evaluation.data.template": _template(args.template)}
     if args.benchmarks is not None:
         options["evaluation.benchmarks"] = f"[{', '.join(_benchmarks(args.benchmarks))}]"
     overrides = [f"{key}={value}" for key, value in options.items() if value is not None]
     if (model := _model(args)) is None:
         return Path(args.config), [*overrides, *args.overrides]
+    _check_read(args.overrides)
     path = Path(model).resolve()
     name = f"{path.parent.name}-model" if path.name == "model" else path.name  # every run's is called model
     own = [f"model.path={model}", f"output_dir=runs/eval/{name}"]
@@ -165,6 +168,16 @@ def evaluated(args: argparse.Namespace) -> tuple[Path, list[str]]:
     if any(override.startswith("reward.function=") for override in args.overrides):
         own.append("reward.kind=null")  # the default, which the function replaces
     return SHIPPED / "eval.yaml", [*own, *overrides, *args.overrides]
+
+
+def _check_read(overrides: list[str]) -> None:
+    """ValueError for a key of a training. Behind a run's configuration it may stand: the run's training had it, too."""
+    for override in overrides:
+        key = override.partition("=")[0].strip()
+        section = key.partition(".")[0]
+        if section in UNREAD and key != READ:
+            instead = f"; want evaluation.{key}" if section == "data" else ""
+            raise ValueError(f"{key}: an evaluation does not read the section {section}, it trains nothing{instead}")
 
 
 def _benchmarks(text: str) -> list[str]:
