@@ -47,12 +47,12 @@ def asked_of(
     settings["data"] = {"response_prefix": config.data.response_prefix}
     rows = [(e.index, e.prompt, e.answer, e.rows, dict(e.columns)) for e in problems]
     return {
-        "benchmark": benchmark,
-        "model": model_identity(model),
-        "data": f"{', '.join(config.evaluation.data.paths)}@{_hash(rows)}",
         **dict(_flat(settings)),
-        "evaluation.samples": str(config.evaluation.samples),
+        "benchmark": benchmark,
+        "model": model_identity(model),  # behind the settings, where a section without any has its name
+        "data": f"{', '.join(config.evaluation.data.paths)}@{_hash(rows)}",
         **({"model.end_tokens": json.dumps(sorted(ends))} if ends else {}),
+        "evaluation.samples": str(config.evaluation.samples),
         "evaluation.temperature": str(config.evaluation.temperature),
         "train.seed": str(config.train.seed),
         "processes": str(ranks),

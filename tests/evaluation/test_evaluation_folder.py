@@ -70,6 +70,28 @@ def test_an_evaluation_is_known_by_its_contents(tmp_path: Path) -> None:
     assert re.fullmatch(r"data x.jsonl@\w{12} \(asked: x.jsonl@\w{12}\)", data)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_another_model_is_another_evaluation_with_any_settings(tmp_path: Path, dtype: str) -> None:
+    """The section model of a pretrained model has no setting but its path where all have their defaults."""
+    models = [write_model_files(tmp_path / "a"), write_model_files(tmp_path / "b", b"x" * 2**21)]
+    data = {"path": "x.jsonl", "max_prompt_length": 8}
+    problems = [Example(index=0, prompt=(1,), answer="1", demonstration=None)]
+    one, other = (
+        asked_of(
+            run_config(
+                tmp_path, model={"scratch": None, "path": str(model), "dtype": dtype}, evaluation={"data": data}
+            ),
+            model,
+            "toy",
+            problems,
+            1,
+        )
+        for model in models
+    )
+    assert (one["model"], other["model"]) == tuple(map(model_identity, models))
+    assert differences(one, other) == [f"model {one['model']} (asked: {other['model']})"]
+
+
 def test_nothing_of_another_evaluation_is_replaced(tmp_path: Path) -> None:
     """A benchmark that is evaluated again must be the same throughout, the others must have the same model."""
 
