@@ -22,6 +22,7 @@ from rlplus.reward import Scorer
 from rlplus.rollout import RunFailed
 from rlplus.rollout.transformers_engine import TransformersEngine
 from rlplus.trainer import evaluator, open_run, train
+from rlplus.trainer.engine import PROBE_TOKENS
 
 
 @pytest.fixture
@@ -70,6 +71,21 @@ def test_the_probe_sees_a_wrong_first_push_before_anything_is_generated(tmp_path
     monkeypatch.setattr(rlplus.trainer.rollouts, "generate", lambda *_: pytest.fail("it was generated"))
     with pytest.raises(RunFailed, match=r"push of version 0: the mean gap between .* trainer is .*; want at most"):
         train(run_config(tmp_path))
+
+
+def test_the_probe_reads_the_first_prompts_whole(tmp_path, monkeypatch):
+    asked, generate = [], TransformersEngine.generate
+
+    def recorded(engine: Any, requests: Any, sampling: Any) -> Any:
+        asked.append(requests)
+        return generate(engine, requests, sampling)
+
+    monkeypatch.setattr(TransformersEngine, "generate", recorded)
+    folder = train(run_config(tmp_path, train={"steps": 1}))
+    tokenizer = AutoTokenizer.from_pretrained(folder / "model")
+    texts = [tokenizer.decode(request.prompt) for request in asked[0]]
+    assert texts == [f"{i}+{i % 3}=" for i in range(6)]
+    assert {(request.n, request.max_tokens) for request in asked[0]} == {(1, PROBE_TOKENS)}
 
 
 def test_the_probe_sees_wrong_weights_before_an_evaluation(tmp_path, stale):
