@@ -1,5 +1,7 @@
 """The plan of runs whose engine is beside the trainer, in a process, in a server, or nowhere."""
 
+import json
+
 import pytest
 from plan_cases import PAPER, PROCESS, SERVER, make_plan, paper
 from rich.console import Console
@@ -109,6 +111,23 @@ def test_the_cache_of_transformers_ends_with_the_responses():
     with_cache = {moment for moment, parts in plan.memory.parts.items() if "kv cache" in parts}
     assert with_cache == {"generate"}
     assert all(parts["engine weights"] == 2 * plan.parameters for parts in plan.memory.parts.values())
+
+
+def test_transformers_generates_as_slowly_as_the_host_launches_its_kernels():
+    """A run with the sizes of Qwen2.5-0.5B on an H200: 16 prompts of 7, 256 tokens, in 7.4 s (bench/results/h200)."""
+    sizes = {"hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24, "num_attention_heads": 14}
+    sizes |= {"layer_types": None}
+    small = "model.overrides=" + json.dumps(sizes | {"num_key_value_heads": 2, "tie_word_embeddings": True})
+    lengths = ["data.max_prompt_length=32", "rollout.max_response_length=256", "data.max_demonstration_length=3564"]
+    prompts = ["train.prompts_per_step=16", "train.prompts_per_update=16", "rollout.kv_cache_memory_mb=8000"]
+    plans = {
+        engine: make_plan(
+            paper(*lengths, *prompts, small, f"rollout.engine={engine}", "rollout.sleep=false"), make_cluster(1, "h200")
+        )
+        for engine in ("transformers", "vllm")
+    }
+    assert plans["transformers"].seconds["generate"] == pytest.approx(7.4, rel=0.1)
+    assert plans["vllm"].seconds["generate"] < 1
 
 
 @pytest.mark.parametrize("sleep", [False, True])
