@@ -120,7 +120,12 @@ def beginnings(config: Config, tokenizer: PreTrainedTokenizerBase, parts: int, m
     decode = partial(response_text, tokenizer, prefix=config.data.response_prefix, ends=ends)
     with Scorer(config.reward, config.data.columns) as scorer:
         texts = [decode(example.demonstration or ()) for example in examples]
-        scores = scorer(texts, [example.answer for example in examples], [example.columns for example in examples])
+        scores = scorer(
+            texts,
+            [example.answer for example in examples],
+            [example.columns for example in examples],
+            prompts=[decode(example.prompt) for example in examples],
+        )
     print(f"{sum(score.value >= 1 for score in scores)} of {len(scores)} demonstrations pass the run's own reward")
     found: dict[int, list[str]] = {}
     for example, score in zip(examples, scores, strict=True):

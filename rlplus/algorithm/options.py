@@ -244,7 +244,7 @@ class Critic(RecipeOptions):
     whiten: bool = True
     """Scale advantages to mean 0 and variance 1 over the tokens of the batch."""
     stopped_only: bool = True
-    """Give a response that was cut at the length limit the reward 0."""
+    """Give a response that was cut at the length limit the reward 0, whatever reward.cut_off says; in training only."""
     critic_updates: Count = 12
     """Optimizer steps of the value model per step, each on an equal part of the step's samples."""
     value_clip: Positive = 0.2

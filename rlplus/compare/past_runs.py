@@ -16,6 +16,7 @@ from rlplus.report import RunData, load_run
 
 TITLE = "Runs"
 SAME = ("problems", "k", "temperature", "grader")  # fields in which the evaluations of a test set must agree
+RULES = ("reward.cut_off", "reward.box")  # and what their `asked` must agree in, where it is known
 _FREE = ("train.seed", "output_dir", "reward.workers")  # keys that do not make another method, nor do these sections
 _FREE_SECTIONS = ("log.", "checkpoint.", "evaluation.")
 
@@ -117,6 +118,13 @@ def _check_tests(past: Sequence[PastRun]) -> None:
                     f"want one evaluation of {name} for all runs; {one.folder} and {first.folder} differ in "
                     f"{', '.join(wrong)}"
                 )
+            for key in RULES if wanted.asked and result.asked else ():
+                rules = [each.asked.get(key, "none") for each in (wanted, result)]
+                if rules[0] != rules[1]:
+                    raise ValueError(
+                        f"want one rule {key} for the evaluations of {name}; got {rules[0]} in {first.folder} and "
+                        f"{rules[1]} in {one.folder}"
+                    )
             data = [each.asked.get("data", "").rpartition("@")[2] for each in (wanted, result)]
             if all(data) and data[0] != data[1]:
                 raise ValueError(f"want the same problems of {name}; {one.folder} and {first.folder} have other ones")

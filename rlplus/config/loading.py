@@ -103,8 +103,7 @@ def recorded_config(values: Any) -> Config:
     """The configuration that a version of rlplus wrote down; ValueError, one line, for what this one does not read."""
     if not isinstance(values, dict):
         raise ValueError(f"want sections of keys and values; got {str(values)[:80]!r}")
-    if isinstance(values.get("rollout"), dict):  # weights had a folder in 0.3.0; no sample differs
-        values = values | {"rollout": {k: v for k, v in values["rollout"].items() if k != "push_folder"}}
+    values = _as_of_now(values)
     problems = [f"{key}: unknown key" for key in _unknown_keys(values, Config)]
     try:
         return Config.model_validate(values)  # a key that did not exist then has its default
@@ -112,6 +111,16 @@ def recorded_config(values: Any) -> Config:
         problems += [line for detail in error.errors() for line in problem_lines(detail)]
     more = f"; and {len(problems) - _NAMED} more" if len(problems) > _NAMED else ""
     raise ValueError("; ".join(problems[:_NAMED]) + more)
+
+
+def _as_of_now(values: dict[str, Any]) -> dict[str, Any]:
+    """The sections that an older version wrote down, with what they meant there."""
+    rollout, reward = values.get("rollout"), values.get("reward")
+    if isinstance(rollout, dict):  # weights had a folder in 0.3.0; no sample differs
+        values = values | {"rollout": {key: value for key, value in rollout.items() if key != "push_folder"}}
+    if isinstance(reward, dict):  # and every response was graded as it was
+        values = values | {"reward": {"cut_off": "grade", "box": "optional"} | reward}
+    return values
 
 
 def with_first_model(stages: Sequence[Config]) -> list[Config]:

@@ -166,7 +166,7 @@ WITHOUT = {
         "reward.model_name_or_path reward.normalize_enable reward.clip_range reward.offload reward_pretrain "
         "normalize_reward reward_clip_range"
     ),
-    "algorithm.shaping.overlong lowers the reward of long responses": (
+    "reward.cut_off zero is its 0; algorithm.shaping.overlong lowers the reward of long responses": (
         "reward.stop_properly_penalty_coef stop_properly_penalty_coef"
     ),
     "the coefficient is constant": "algo.kl.horizon algo.kl.target kl_horizon kl_target",

@@ -133,6 +133,12 @@ class RewardConfig(Section):
     """Regular expression with one group; its last match in the text is what exact_match compares."""
     require_think: bool = False
     """Grade only the text after the last `</think>`; a response without one is worth 0."""
+    cut_off: Literal["auto", "zero", "grade"] = "auto"
+    """Reward of a response that was cut off at rollout.max_response_length: 0 ("zero"), or what the grader gives
+    ("grade"). auto: zero by kinds, grade by functions of your own."""
+    box: Literal["auto", "required", "optional"] = "auto"
+    r"""Whether a response without a closed box gets the reward 0. auto: by math_verify, where the prompt has the word
+    `\boxed`, since this grader takes other expressions for the answer. math_verify_strict and oat always want a box."""
     workers: Annotated[int, Field(ge=1, le=1024)] = 2
     """Worker processes per rank."""
     timeout_s: Seconds = 10.0

@@ -85,7 +85,7 @@ WITHOUT = {
     ),
     "every step's samples are trained on once": "num_iterations",
     "the reference is the model at the start": "sync_ref_model ref_model_mixup_alpha ref_model_sync_steps",
-    "a response that was cut is trained on; algorithm.shaping.overlong lowers its reward": (
+    "a response that was cut is trained on, with the reward of reward.cut_off or algorithm.shaping.overlong": (
         "mask_truncated_completions"
     ),
     "sequences are not masked; algorithm.objective.mismatch_mode mask leaves tokens out": ("off_policy_mask_threshold"),

@@ -50,7 +50,8 @@ def convert(path: Path, gpus: int = 1, overrides: Sequence[str] = ()) -> Convert
         key = override.partition("=")[0].strip()
         reward = key in ("reward.kind", "reward.function")
         if reward:
-            draft.values["reward"] = {}
+            for other in ("kind", "function"):
+                draft.values["reward"].pop(other, None)
         apply_override(draft.values, override)
         draft.comments[key] = "given"
         draft.missing = [line for line in draft.missing if not line.startswith("reward." if reward else f"{key}:")]

@@ -105,6 +105,8 @@ def _data_and_reward(draft: Draft) -> None:
         draft.set("reward.function", dict(zip(names, map(float, weights), strict=True)), "reward_weights")
     else:
         draft.set("reward.function", names if len(names) > 1 else names[0], note="FILL IN" if own else "reward_funcs")
+    draft.set("reward.cut_off", "grade", note="TRL grades cut completions, too")
+    draft.set("reward.box", "optional", note="TRL asks for none")
 
 
 def _rollout(draft: Draft) -> None:

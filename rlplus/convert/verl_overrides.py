@@ -99,6 +99,7 @@ def _reward(draft: Draft) -> None:
     else:
         kinds = 'reward.kind math_verify, or exact_match with reward.pattern "#### (.+)" for GSM8K'
         draft.fill_in("reward.function", "rewards.py:FILL_IN", f"verl grades by a row's data_source; here {kinds}")
+    draft.set("reward.cut_off", "grade", note="verl grades cut responses, too")
 
 
 def _rollout(draft: Draft) -> None:

@@ -6,10 +6,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rlplus.config import Config
+from rlplus.config import Config, RewardConfig
 from rlplus.config.surroundings import MAY_CHANGE, surroundings
 from rlplus.data import Example
 from rlplus.evaluation.scorers import reward_of
+from rlplus.reward import rules_of
 
 Asked = Mapping[str, str]  # settings by key; "model" and "data" have <place>@<hash>, and the place may change
 
@@ -41,9 +42,9 @@ def asked_of(
         exclude_defaults=True,
     )
     settings.get("evaluation", {}).get("data", {}).pop("path", None)
-    settings["reward"] = reward_of(config.reward, config.evaluation, benchmark).model_dump(
-        exclude_defaults=True, exclude={"workers"}
-    )
+    reward = reward_of(config.reward, config.evaluation, benchmark)
+    given = reward.model_dump(exclude_defaults=True, exclude={"workers", "cut_off", "box"})
+    settings["reward"] = given | _rules(reward)
     settings["data"] = {"response_prefix": config.data.response_prefix}
     rows = [(e.index, e.prompt, e.answer, e.rows, dict(e.columns)) for e in problems]
     return {
@@ -57,6 +58,18 @@ def asked_of(
         "train.seed": str(config.train.seed),
         "processes": str(ranks),
         **{key: value for key, value in surroundings(config).items() if not key.startswith("algorithm.")},
+    }
+
+
+def _rules(reward: RewardConfig) -> dict[str, str]:
+    """The rules in effect, by key; none for graders that take every response, as those of version 0.3.0 did."""
+    found = [rules_of(name, reward.cut_off, reward.box) for name in reward.names]
+    ends = {"zero" if rules.zero_if_cut else "grade" for rules in found}
+    boxes = {str(rules.box) for rules in found}
+    return {
+        key: " or ".join(sorted(values))
+        for key, values in (("cut_off", ends), ("box", boxes))
+        if not values <= {"grade", "optional"}
     }
 
 

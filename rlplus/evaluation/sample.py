@@ -113,12 +113,16 @@ def _answers(
 ) -> list[Answer]:
     """Each completion with its text and the reward that came with it, or the grader's."""
     pairs = [(e, c) for e, group in zip(examples, groups, strict=True) for c in group]
+    shown = [decode(example.prompt) for example in examples]
+    prompts = [prompt for prompt, group in zip(shown, groups, strict=True) for _ in group]
     texts = [decode(completion.tokens) for _, completion in pairs]
     ungraded = [place for place, (_, completion) in enumerate(pairs) if completion.reward is None]
     given = scorer(
         [texts[place] for place in ungraded],
         [pairs[place][0].answer for place in ungraded],
         [pairs[place][0].columns for place in ungraded],
+        prompts=[prompts[place] for place in ungraded],
+        cut=[pairs[place][1].truncated for place in ungraded],
     )
     scores = dict(zip(ungraded, given, strict=True))
     return [

@@ -9,10 +9,12 @@ A grader of your own is a function in a module of the folder that the run starts
 """
 
 from rlplus.reward.demonstrations import DemonstrationReport, RewardOrStatus, grade_demonstrations, keep_passed
+from rlplus.reward.graders.rules import BOX, rules_of
 from rlplus.reward.scorer import GraderFailed, Scorer
 from rlplus.reward.worker_handle import Score, Status
 
 __all__ = [
+    "BOX",
     "DemonstrationReport",
     "GraderFailed",
     "RewardOrStatus",
@@ -21,4 +23,5 @@ __all__ = [
     "Status",
     "grade_demonstrations",
     "keep_passed",
+    "rules_of",
 ]

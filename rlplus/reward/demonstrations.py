@@ -47,7 +47,8 @@ def grade_demonstrations(
     failure: Exception | None = None
     try:
         texts = [decode(e.demonstration or ()) for e in own]
-        scores = scorer(texts, [e.answer for e in own], [e.columns for e in own])
+        prompts = [decode(e.prompt) for e in own]
+        scores = scorer(texts, [e.answer for e in own], [e.columns for e in own], prompts=prompts)
         verdicts = [score.value if score.value >= 1 else score.status for score in scores]  # NaN does not pass
     except ValueError as error:
         failure = error

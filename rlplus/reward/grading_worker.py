@@ -1,10 +1,10 @@
 """Grades untrusted text in a process of its own, which supervisor.py starts: it imports neither torch nor rlplus.
 
 JSON lines on stdin and stdout. First line in: the settings; first line out: ["ready", note] or ["error", text]. Then
-every line in is a list of [index, text, answer, columns], and every line out is [index, value, status, detail], one
-per item, in the order received: the other side knows which one the process was at when it hung or died. Each line out
-begins with the settings' `token`, so that code which writes on every descriptor cannot answer in this process's place
-by accident.
+every line in is a list of [index, text, answer, columns, cut, asked], see `Item` in worker_handle.py, and every line
+out is [index, value, status, detail], one per item, in the order received: the other side knows which one the process
+was at when it hung or died. Each line out begins with the settings' `token`, so that code which writes on every
+descriptor cannot answer in this process's place by accident.
 """
 
 import contextlib
@@ -13,7 +13,7 @@ import json
 import os
 import resource
 import sys
-from collections.abc import Mapping
+from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any, TextIO
@@ -29,13 +29,9 @@ def _without_rlplus(name: str) -> Any:
     return importlib.import_module(f"_rlplus.{name}")
 
 
-def _grade(grader: Any, require_think: bool, text: str, answer: str, row: Mapping[str, Any]) -> tuple[float, str, str]:
-    if require_think:
-        _, closed, text = text.rpartition("</think>")
-        if not closed:
-            return 0.0, "unparsed", "no </think>"
+def _grade(grader: Any, item: Sequence[Any]) -> tuple[float, str, str]:
     try:
-        value, status, detail = grader(text, answer, row)
+        value, status, detail = grader(*item)
         return value, status, detail[:_MAX_DETAIL]
     except MemoryError:  # it may stay full: a fresh process serves the others better
         raise SystemExit("reward worker: out of memory (limit: reward.memory_mb)") from None
@@ -79,8 +75,8 @@ def main() -> None:
         return
     send("ready", getattr(grader, "note", ""))
     for line in requests:
-        for index, text, answer, row in json.loads(line):
-            send(index, *_grade(grader, settings["require_think"], text, answer, row))
+        for index, *item in json.loads(line):
+            send(index, *_grade(grader, item))
 
 
 if __name__ == "__main__":

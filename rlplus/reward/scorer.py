@@ -12,7 +12,8 @@ from typing import Any, Self
 
 from rlplus.common import activity
 from rlplus.config import RewardConfig
-from rlplus.reward.worker_handle import POLL_S, Score, Status, Worker
+from rlplus.reward.graders.rules import BOX
+from rlplus.reward.worker_handle import POLL_S, Item, Score, Status, Worker
 
 _MAX_CHUNK = 32  # items in one message: fewer wake-ups for short items
 _MAX_CHUNK_LENGTH = 1 << 18  # characters; a longer text travels alone, and alone pays if it does not fit in memory
@@ -40,9 +41,9 @@ class Scorer:
         self.config = config
         self.counts: Counter[str] = Counter()
         self.note = ""
-        self._settings: dict[str, object] = config.model_dump(
-            include={"kind", "function", "pattern", "require_think", "memory_mb", "timeout_s", "sandbox"}
-        ) | {"columns": list(columns)}
+        self._settings: dict[str, object] = config.model_dump(exclude={"workers", "on_failure"}) | {
+            "columns": list(columns)
+        }
         self._selector = selectors.DefaultSelector()
         self._workers: set[Worker] = set()
         self._closed = False
@@ -62,27 +63,39 @@ class Scorer:
             raise
 
     def __call__(
-        self, texts: Sequence[str], answers: Sequence[str], columns: Sequence[Mapping[str, Any]] | None = None
+        self,
+        texts: Sequence[str],
+        answers: Sequence[str],
+        columns: Sequence[Mapping[str, Any]] | None = None,
+        *,
+        prompts: Sequence[str] | None = None,
+        cut: Sequence[bool] | None = None,
     ) -> list[Score]:
         """Scores in the order of `texts`. An item that hangs or kills its worker costs only its own score.
 
-        columns: one mapping per item, with values that JSON can hold.
+        columns: one mapping per item, with values that JSON can hold. prompts: as the model saw them; None: none asks
+        for a box. cut: whether the limit of tokens ended each response; None: it ended none.
 
         Where the grader fails, by time, memory or an exception, the item is graded again in a fresh worker. If that
         fails too, reward.on_failure decides: "mask": NaN, "zero": 0, "error": this raises GraderFailed.
         """
         if len(texts) != len(answers):
             raise ValueError(f"want one answer per text, got {len(texts)} texts and {len(answers)} answers")
-        columns = [{}] * len(texts) if columns is None else columns
         if self._closed:
             raise ValueError("this Scorer is closed")
+        count = len(texts)
+        asked = [False] * count if prompts is None else [BOX in prompt for prompt in prompts]
+        rest = ([{}] * count if columns is None else columns, [False] * count if cut is None else cut, asked)
+        items = list(map(Item, texts, answers, *rest))
+        if len(items) < count:
+            raise ValueError(f"want columns, prompts and cut of {count} texts; got {[len(part) for part in rest]}")
         self._queue, self._again = deque(range(len(texts))), deque()
         self._failures, self._scores = {}, {}
         activity.grading.begin(len(texts))
         try:
             self._collect(wait_s=0.0)  # replaces workers that died since the last call
             while len(self._scores) < len(texts):
-                self._feed(texts, answers, columns)
+                self._feed(items)
                 self._collect()
                 activity.grading.add(len(self._scores) - activity.grading.done)
         except BaseException:
@@ -104,14 +117,14 @@ class Scorer:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _feed(self, texts: Sequence[str], answers: Sequence[str], columns: Sequence[Mapping[str, Any]]) -> None:
+    def _feed(self, items: Sequence[Item]) -> None:
         """Send items to idle workers; items that failed once go to a worker that has graded nothing yet."""
         idle = [worker for worker in self._workers if worker.ready and not worker.pending]
         for worker in idle:
             if self._again and worker.fresh:
-                worker.grade(deque([self._again.popleft()]), texts, answers, columns)
+                worker.grade(deque([self._again.popleft()]), items)
             elif self._queue:
-                worker.grade(self._take(texts, answers), texts, answers, columns)
+                worker.grade(self._take(items), items)
             else:
                 continue
             self._watch(worker)
@@ -120,11 +133,11 @@ class Scorer:
         for worker in used[: max(0, len(self._again) - coming)]:
             self._stop_worker(worker)  # `_collect` starts a fresh one in its place
 
-    def _take(self, texts: Sequence[str], answers: Sequence[str]) -> deque[int]:
+    def _take(self, items: Sequence[Item]) -> deque[int]:
         """The next chunk, smaller towards the end, so that no worker has many items left while the others wait."""
         queue = self._queue
         size = min(_MAX_CHUNK, -(-len(queue) // (2 * len(self._workers))))
-        lengths = (len(texts[i]) + len(answers[i]) for i in islice(queue, size))
+        lengths = (len(items[i].text) + len(items[i].answer) for i in islice(queue, size))
         fit = sum(total <= _MAX_CHUNK_LENGTH for total in accumulate(lengths))
         return deque(queue.popleft() for _ in range(max(1, fit)))
 

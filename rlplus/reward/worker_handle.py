@@ -14,11 +14,11 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, Literal, get_args
+from typing import IO, Any, Literal, NamedTuple, get_args
 
 from rlplus.sandbox.process_table import cpu_seconds
 
-Status = Literal["ok", "unparsed", "timeout", "crash", "bad_gold"]
+Status = Literal["ok", "cut_off", "no_box", "unparsed", "timeout", "crash", "bad_gold"]
 
 POLL_S = 0.05  # how often the workers are looked at while none answers
 WALL_CLOCK_FACTOR = 10  # wall clock limit / CPU time limit: for a busy machine, or one that sleeps
@@ -40,7 +40,8 @@ log = logging.getLogger(__name__)
 class Score:
     """`value` is the reward. `detail` says why the status is not "ok", for the log.
 
-    "unparsed": the text holds no answer. "bad_gold": the reference answer cannot be read. `value` is 0 for both.
+    "cut_off": the limit of tokens ended the response. "no_box": it has no box where one is wanted. "unparsed": it holds
+    no answer. "bad_gold": the reference answer cannot be read. `value` is 0 for these, or the other graders' part.
     "timeout": the grader was killed at its limit. "crash": it raised, died or ran out of memory. Both after a second
     try in a fresh process; nothing is known about the text, and `value` is NaN, or 0 with reward.on_failure "zero".
     """
@@ -53,6 +54,16 @@ class Score:
     def failed(self) -> bool:
         """Whether the grader failed, so that nothing is known about the text."""
         return self.status in ("timeout", "crash")
+
+
+class Item(NamedTuple):
+    """A response to be graded. cut: the limit of tokens ended it. asked: the prompt asks for a box."""
+
+    text: str
+    answer: str
+    columns: Mapping[str, Any]
+    cut: bool
+    asked: bool
 
 
 class Worker:
@@ -85,12 +96,10 @@ class Worker:
         self._token = secrets.token_hex(16).encode()
         self._send(settings | {"token": self._token.decode()})
 
-    def grade(
-        self, items: deque[int], texts: Sequence[str], answers: Sequence[str], columns: Sequence[Mapping[str, Any]]
-    ) -> None:
+    def grade(self, numbers: deque[int], items: Sequence[Item]) -> None:
         """Send the items with these indices."""
-        self.fresh, self.pending = False, items
-        self._send([(i, texts[i], answers[i], columns[i]) for i in items])
+        self.fresh, self.pending = False, numbers
+        self._send([(i, *items[i]) for i in numbers])
 
     def _send(self, message: object) -> None:
         self.unsent = memoryview(json.dumps(message).encode() + b"\n")

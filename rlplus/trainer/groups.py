@@ -130,7 +130,14 @@ def score(samples: Sequence[Sample], examples: Sequence[Example], scorer: Scorer
     failure: Exception | None = None
     try:
         rows = [examples[s.group] for s in ungraded]
-        scores = scorer([decode(s.response) for s in ungraded], [e.answer for e in rows], [e.columns for e in rows])
+        prompts = {s.group: decode(examples[s.group].prompt) for s in ungraded}
+        scores = scorer(
+            [decode(s.response) for s in ungraded],
+            [e.answer for e in rows],
+            [e.columns for e in rows],
+            prompts=[prompts[s.group] for s in ungraded],
+            cut=[s.truncated for s in ungraded],
+        )
     except ValueError as error:
         failure = error
     if what := agree.failures(failure):

@@ -83,7 +83,7 @@ def tally_samples(tally: Tally, samples: Sequence[Sample]) -> None:
         tally.maximum("response_length/max", max(len(sample.response) for sample in rollouts))
     problems = Counter(sample.status for sample in rollouts)
     tally.mean("reward/masked", len(rollouts) - len(graded), len(rollouts))
-    for problem in ("unparsed", "timeout", "crash", "bad_gold"):
+    for problem in ("cut_off", "no_box", "unparsed", "timeout", "crash", "bad_gold"):
         tally.mean(f"reward/{problem}", problems[problem], len(rollouts))
     groups: dict[int, list[float]] = {}
     for sample in graded:

@@ -108,7 +108,7 @@ class ScriptedEngine:
         raise NotImplementedError
 
 
-def score(texts: Sequence[str], answers: Sequence[str], columns: object = None) -> list[Score]:
+def score(texts: Sequence[str], answers: Sequence[str], columns: object = None, **_: object) -> list[Score]:
     return [
         Score(1.0, "ok") if text == answer else Score(0.5, "ok") if text == "1 9" else Score(0.0, "unparsed")
         for text, answer in zip(texts, answers, strict=True)
@@ -346,7 +346,7 @@ def test_evaluate_refuses_before_it_generates() -> None:
 def test_a_sample_on_which_the_grader_failed_is_neither_right_nor_wrong(caplog: pytest.LogCaptureFixture) -> None:
     """Its status is counted; it counts as wrong only if k exceeds the number of graded samples."""
 
-    def failing(texts: Sequence[str], answers: Sequence[str], columns: object) -> list[Score]:
+    def failing(texts: Sequence[str], answers: Sequence[str], columns: object, **_: object) -> list[Score]:
         scores = score(texts, answers)
         for i in (0, 6, 8, 9, 10, 11):  # a right one, a wrong one, all of the 4 samples of 3 problems
             scores[i] = Score(nan, "timeout")

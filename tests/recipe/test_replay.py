@@ -182,7 +182,7 @@ def test_what_is_replayed_is_neither_sampled_nor_graded_again(run: Run) -> None:
     assert [sample.demonstration for sample in samples] == [False] * 3 + [True]
     graded: list[str] = []
 
-    def scorer(texts: list[str], answers: list[str], columns: list[Any]) -> list[Any]:
+    def scorer(texts: list[str], answers: list[str], columns: list[Any], **_: Any) -> list[Any]:
         graded.extend(texts)
         return [Score(0.0, "ok") for _ in texts]
 

@@ -110,7 +110,8 @@ from _rlplus.sandbox.jail import syscalls
 libc = ctypes.CDLL(None)
 assert libc.prctl(38, 1, 0, 0, 0) == 0
 syscalls.install_filter()
-settings = dict(kind="code", function=None, sandbox="auto", memory_mb=512, timeout_s=10, token="")
+settings = dict(kind="code", function=None, sandbox="auto", memory_mb=512, timeout_s=10, token="",
+                cut_off="auto", box="auto", require_think=False)
 reading, writing = os.pipe()
 os.write(writing, json.dumps(settings).encode() + b"\\n")
 os.dup2(reading, 0)

@@ -43,7 +43,7 @@ def test_a_demonstration_whose_grading_fails_is_not_called_wrong() -> None:
     initialize_distributed()
     examples = [example(i, "x") for i in range(4)]
     scores = [Score(nan, "timeout"), Score(2.5, "ok"), Score(nan, "crash"), Score(0.5, "ok")]
-    verdicts = grade_demonstrations(examples, lambda texts, answers, columns: scores, decode)
+    verdicts = grade_demonstrations(examples, lambda texts, answers, columns, prompts: scores, decode)
     assert verdicts == ["timeout", 2.5, "crash", "ok"]
     kept, report = keep_passed(examples, verdicts)
     assert [one.demonstration_reward for one in kept if one.demonstration] == [2.5]
@@ -67,7 +67,7 @@ rank = dist.get_rank()
 examples = [example(i, None if i % 4 == 1 else str(i)) for i in range(11)]
 seen = []
 
-def scorer(texts, answers, columns):
+def scorer(texts, answers, columns, prompts):
     seen.extend(texts)
     return [Score(1.0 + int(text), "ok") for text in texts]
 
@@ -77,7 +77,7 @@ shares = [None, None]
 dist.all_gather_object(shares, seen)
 assert len(shares[0]) == len(shares[1]) == 4 and len(set(shares[0] + shares[1])) == 8, shares
 
-def failing(texts, answers, columns):
+def failing(texts, answers, columns, prompts, cut=()):
     if rank == 1:
         raise ValueError("no worker")
     return [Score(1.0, "ok") for text in texts]
@@ -171,7 +171,7 @@ class ByLength:
     def __exit__(self, *_: object) -> None:
         pass
 
-    def __call__(self, texts: Sequence[str], answers: Sequence[str], columns: object) -> list[Score]:
+    def __call__(self, texts: Sequence[str], answers: Sequence[str], columns: object, **_: object) -> list[Score]:
         return [self.grade(text, answer) for text, answer in zip(texts, answers, strict=True)]
 
     def grade(self, text: str, answer: str) -> Score:

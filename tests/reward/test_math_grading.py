@@ -117,10 +117,10 @@ def test_strict_wants_a_plain_value(content: str, answer: str, right: bool) -> N
 
 
 def test_strict_reads_the_last_box_alone() -> None:
-    assert STRICT(r"the final answer is $7$", "7", {})[1] == "unparsed"
+    assert STRICT(r"the final answer is $7$", "7", {})[1] == "no_box"
     assert STRICT(r"\boxed{7} and then \boxed{8}", "8", {})[0] == 1
     assert STRICT(r"\boxed{7} and then \boxed{8}", "7", {})[0] == 0
-    assert STRICT(r"\boxed{7", "7", {})[1] == "unparsed"
+    assert STRICT(r"\boxed{7", "7", {})[1] == "no_box"
     assert STRICT(r"\boxed{7}", " ", {})[1] == "bad_gold"
 
 
@@ -165,7 +165,7 @@ def test_oat(text: str, answer: str, right: bool) -> None:
 
 
 def test_oat_says_what_it_cannot_read() -> None:
-    assert oat("no box", "5", {})[1] == "unparsed"
+    assert oat("no box", "5", {})[1] == "no_box"
     assert oat(r"\boxed{5}", " ", {})[1] == "bad_gold"
 
 

@@ -280,7 +280,7 @@ def test_rewards_of_the_function_count_in_an_evaluation() -> None:
     engine: Any = Script([[[1, END]] * 8])
     result = evaluate(
         engine,
-        lambda texts, answers, columns: [Score(0.0, "unparsed")] * len(texts),  # type: ignore[arg-type,return-value]
+        lambda texts, *_, **__: [Score(0.0, "unparsed")] * len(texts),  # type: ignore[arg-type]
         tasks((1,), (2,)),
         str,  # type: ignore[arg-type]
         samples=4,

@@ -240,9 +240,9 @@ def test_a_response_prefix_is_in_the_prompt_and_in_what_is_graded(tmp_path, monk
     graded: list[str] = []
     grade = Scorer.__call__
 
-    def spy(self, texts, answers, columns):
+    def spy(self, texts, *rest, **options):
         graded.extend(texts)
-        return grade(self, texts, answers, columns)
+        return grade(self, texts, *rest, **options)
 
     monkeypatch.setattr(Scorer, "__call__", spy)
     data = {"path": str(tmp_path / "task.jsonl"), "max_prompt_length": 9, "response_prefix": "<", "chat": True}

@@ -3,33 +3,38 @@ rlplus by its name.
 """
 
 import inspect
-import math
 from collections.abc import Callable, Mapping, Sequence
+from math import fsum, isfinite  # by name: the package's own module takes the name math where it is imported
 from typing import Any
 
 from .base import Grade, Grader
+from .rules import Judge, judge, rules_of
 
 
-def make_grader(settings: Mapping[str, Any], load: Callable[[str], Any]) -> Grader:
+def make_grader(settings: Mapping[str, Any], load: Callable[[str], Any]) -> Judge:
     """The grader of these settings: `kind`, or `function` and its weights, as in the configuration's section reward.
 
     `columns`: names of the values that come with each item. load: `import_function` of rlplus/lazy.py. ValueError or an
     import error if it cannot be set up.
     """
+    cut_off, box, think = (settings[name] for name in ("cut_off", "box", "require_think"))
     named = settings["kind"] if settings["function"] is None else settings["function"]
     weights = {named: 1.0} if isinstance(named, str) else named
     if not isinstance(weights, dict):
         weights = dict.fromkeys(weights, 1.0)
-    graders = [(_named_grader(name, settings, load), weight) for name, weight in weights.items()]
+    graders = [
+        (judge(name, _named_grader(name, settings, load), rules_of(name, cut_off, box), think), weight)
+        for name, weight in weights.items()
+    ]
     return graders[0][0] if isinstance(named, str) else _weighted(graders)
 
 
-def _weighted(graders: Sequence[tuple[Grader, float]]) -> Grader:
-    def grade(text: str, answer: str, row: Mapping[str, Any]) -> Grade:
+def _weighted(graders: Sequence[tuple[Judge, float]]) -> Judge:
+    def grade(text: str, answer: str, row: Mapping[str, Any], cut: bool = False, asked: bool = False) -> Grade:
         """The weighted sum, with the first status that is not "ok"."""
-        verdicts = [grader(text, answer, row) for grader, _ in graders]
+        verdicts = [grader(text, answer, row, cut, asked) for grader, _ in graders]
         # exactly rounded: 0.6 + 0.3 + 0.1 is below 1, which would make a right response wrong
-        value = math.fsum(weight * value for (_, weight), (value, _, _) in zip(graders, verdicts, strict=True))
+        value = fsum(weight * value for (_, weight), (value, _, _) in zip(graders, verdicts, strict=True))
         _, status, detail = next((verdict for verdict in verdicts if verdict[1] != "ok"), verdicts[0])
         return value, status, detail
 
@@ -75,7 +80,7 @@ def _function(reference: str, function: Any, columns: Sequence[str]) -> Grader:
         if value is None:
             return 0.0, "unparsed", f"{reference} returned None"
         value = float(value)
-        if not math.isfinite(value):
+        if not isfinite(value):
             raise ValueError(f"want a finite reward from {reference}, got {value}")
         return value, "ok", ""
 

@@ -1,17 +1,21 @@
 """The types that all graders share, and the boxes in a text."""
 
+import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 Grade = tuple[float, str, str]  # value, status, detail: see rlplus.reward.Score
 Grader = Callable[[str, str, Mapping[str, Any]], Grade]  # (text, answer, the row's `data.columns`)
 
+NO_BOX: Grade = (0.0, "no_box", "there is no closed box with an answer in it")
+
 _BOXES = ("\\boxed", "\\fbox")
+_BRACE = re.compile("[{}]")
 
 
 def boxes(text: str) -> Iterator[tuple[int, int, str]]:
     r"""Start, end and content of every `\boxed{...}` and `\fbox{...}` whose braces match, in order; inner ones too."""
-    place = 0
+    place, closing = 0, None
     while True:
         starts = [start for name in _BOXES if (start := text.find(name, place)) >= 0]
         if not starts:
@@ -22,7 +26,8 @@ def boxes(text: str) -> Iterator[tuple[int, int, str]]:
             return
         if text[min(starts) : opening].rstrip() not in _BOXES:
             continue
-        if (end := _closing(text, opening)) is not None:
+        closing = _closing_braces(text) if closing is None else closing
+        if (end := closing.get(opening)) is not None:
             yield min(starts), end + 1, text[opening + 1 : end].strip()
 
 
@@ -32,10 +37,12 @@ def last_box(text: str) -> str | None:
     return contents[-1] if contents else None
 
 
-def _closing(text: str, opening: int) -> int | None:
-    depth = 0
-    for place in range(opening, len(text)):
-        depth += {"{": 1, "}": -1}.get(text[place], 0)
-        if depth == 0:
-            return place
-    return None
+def _closing_braces(text: str) -> dict[int, int]:
+    """The place of the brace that closes each opening one. One pass, however many boxes a policy leaves open."""
+    opened, closing = list[int](), dict[int, int]()
+    for brace in _BRACE.finditer(text):
+        if brace[0] == "{":
+            opened.append(brace.start())
+        elif opened:
+            closing[opened.pop()] = brace.start()
+    return closing

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from functools import cache, lru_cache, partial
 from typing import Any
 
-from .base import Grade, Grader, boxes, last_box
+from .base import NO_BOX, Grade, Grader, boxes, last_box
 
 _KEPT = 4096  # answers and verdicts
 _WHOLE = re.compile(r"(-?\d{1,9})(?:\.0+)?")
@@ -110,7 +110,7 @@ class _Values:
         answer, content = answer.strip(), last_box(text)
         if not self._has_value(answer):
             return 0.0, "bad_gold", f"math-verify finds no answer in the reference {answer!r}"
-        return self._strict_verdict(content, answer) if content else (0.0, "unparsed", "there is no box")
+        return self._strict_verdict(content, answer) if content else NO_BOX
 
     def _normal_of(self, content: str) -> str:
         """The normalised text that Math-Verify parses: equal texts have equal values."""

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
 
-from .base import Grade, last_box
+from .base import NO_BOX, Grade, last_box
 from .math import load_math_verify
 
 _UNITS = (
@@ -38,7 +38,7 @@ def oat(text: str, answer: str, row: Mapping[str, Any]) -> Grade:
         return 0.0, "bad_gold", f"there is no answer in the reference {answer!r}"
     given = last_box(text) if "\\boxed" in text else None
     if given is None:
-        return 0.0, "unparsed", "there is no box"
+        return NO_BOX
     return float(equal(given, gold)), "ok", ""
 
 
