@@ -27,15 +27,13 @@ def find_ends(model: ModelConfig, tokenizer: PreTrainedTokenizerBase, path: str 
     """
     settings, config = (_read(path or model.path, name) for name in ("generation_config.json", "config.json"))
     if model.end_tokens is not None:
-        whose, found = "model.end_tokens", [_id(tokenizer, token) for token in model.end_tokens]
+        found = [_id(tokenizer, token) for token in model.end_tokens]
     else:
         turn, named = turn_end(tokenizer), _ids(settings) or _ids(config)
-        whose, found = (
-            "the end tokens of the model's files",
-            [*([] if turn is None else [turn]), *named, tokenizer.eos_token_id],
-        )
+        found = [token for token in (turn, *named, tokenizer.eos_token_id) if token is not None]
     vocabulary = _field(config, "vocab_size")
     if vocabulary is not None and (outside := [token for token in found if not 0 <= token < vocabulary]):
+        whose = "the end tokens of the model's files" if model.end_tokens is None else "model.end_tokens"
         raise ValueError(
             f"{whose}: want tokens from 0 to {vocabulary - 1}, the vocabulary of {path or model.path}; got "
             f"{ends_text(tokenizer, outside)}. model.end_tokens can name others"

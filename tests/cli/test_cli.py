@@ -39,11 +39,13 @@ def config_file(tmp_path):
 STEP = r"rlplus +\d+% step [123] of 3  reward .*  length .*  entropy .*  .* tok/s  .* left"
 LINES = (
     r"memory planned for 1 x cpu: .* of .*",
+    r"responses end in <\|endoftext\|> \(257\)",
     r"6 rows, 6 kept, 6 demonstrations",
     r"demonstrations: 6 of 6 pass the run's own reward",
     r"head by backend '(cpp|torch)': .*",
     r"rollouts by transformers; output in {run}",
     r"3 steps done; model in {run}/model",
+    r"responses end in <\|endoftext\|> \(257\)",
     r"problems evaluated: 0 of 6",
     r"problems evaluated: 6 of 6",
 )

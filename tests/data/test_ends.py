@@ -55,6 +55,7 @@ def tokenizer_of(template: str | None, tokens: Sequence[str], *, special: bool =
         (CHATML, ["<|im_start|>", "<|im_end|>"], "<|im_end|>"),
         (FORGETFUL, ["<|im_start|>", "<|im_end|>", "</think>"], "<|im_end|>"),
         (GEMMA, ["<start_of_turn>", "<end_of_turn>", "\n\n"], "<end_of_turn>"),
+        (GEMMA.replace("<end", "\n\n<end"), ["<end_of_turn>", "\n\n"], "<end_of_turn>"),
         (PHI, ["<|user|>", "<|assistant|>", "<|end|>"], "<|end|>"),
         (LLAMA, ["<|start|>", "<|stop|>", "<|eot_id|>", "<|eom_id|>"], "<|eot_id|>"),
         (LLAMA2, ["[INST]", "[/INST]"], "<|endoftext|>"),

@@ -1,6 +1,7 @@
 """Every engine ends a response at each of the run's end tokens, as transformers' `generate` does at the model's."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -33,7 +34,7 @@ def test_a_response_ends_where_generate_ends_it(kind: dict[str, str], tmp_path: 
     want = lm.generate(torch.tensor([prompt]), max_new_tokens=12, do_sample=False)[0, len(prompt) :].tolist()
     assert want == [*b"<7>", END_OF_TURN]
     config = RolloutConfig.model_validate({"max_response_length": 12, "kv_cache_memory_mb": 16, **kind})
-    lengths = {"max_model_len": 64, "pad_token_id": 256, "seed": 0}
+    lengths: dict[str, Any] = {"max_model_len": 64, "pad_token_id": 256, "seed": 0}
     for ends, tokens in (([EOS, END_OF_TURN], want), ([END_OF_TURN], want), ([EOS], [*want, *[END_OF_TURN] * 8])):
         engine = make_engine(config, folder, dtype="float32", end_ids=ends, **lengths)
         engine.push_weights(lm.named_parameters(), 1)

@@ -54,7 +54,7 @@ def lottery(monkeypatch: pytest.MonkeyPatch) -> None:
                 sample.reward = float(sample.demonstration or sum(sample.response) % 2)
 
     def begin(engine: TransformersEngine, config: Any, model: Any, length: int, end: Any, pad: int) -> None:
-        begun(engine, config, model, length, Often(), pad)
+        begun(engine, config, model, length, [Often()], pad)
 
     begun = TransformersEngine._begin  # also a `SharedEngine`'s
     monkeypatch.setattr(TransformersEngine, "_begin", begin)
