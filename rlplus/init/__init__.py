@@ -33,8 +33,11 @@ COMMENTS = {
     "model.lora.quantization": "the frozen weights in 4 bits",
     "data.chat": "the prompt becomes a user message, in the model's chat template",
     "data.demonstration": "a worked solution, which takes the place of one rollout of its group",
+    "data.demonstration_template": "with the answer in a box, which the prompts ask for",
     "data.max_prompt_length": "1% of the prompts, at most, are longer, and dropped",
     "reward.kind": "docs/data.md has the other graders, and functions of your own",
+    "reward.cut_off": "a response that was cut off is worth 0",
+    "reward.box": "and so is one without a box",
     "rollout.engine": "vllm is the faster one, and has a copy of the weights; transformers is the other one",
     "rollout.sleep": "the engine gives its memory back while the policy trains",
     "rollout.group_size": "responses to a prompt",
@@ -51,7 +54,6 @@ COMMENTS = {
     "train.offload_params": "the weights in host memory, from where each pass fetches them: slow",
     "train.memory": "least memory in the head, for up to twice the time there",
 }
-BOXED = "Please reason step by step, and put your final answer within \\boxed{}."
 
 
 @dataclass(frozen=True)
@@ -98,8 +100,8 @@ def _base(model: dict[str, Any], columns: Columns, cluster: Cluster) -> dict[str
     return {
         "output_dir": f"runs/{Path(str(model['path'])).name}",
         "model": model,
-        "data": columns.values | ({"system_prompt": BOXED} if columns.boxed else {}),
-        "reward": {"kind": columns.reward},
+        "data": columns.values,
+        "reward": {"kind": columns.reward, "cut_off": "zero"} | ({"box": "required"} if columns.boxed else {}),
         "rollout": {"group_size": 8},
         "algorithm": {"preset": "rlplus" if columns.demonstration else "grpo"},
         "train": {"epochs": 1, **prompts},

@@ -6,10 +6,12 @@ from itertools import islice
 from typing import Any
 
 import numpy as np
+from transformers import PreTrainedTokenizerBase
 
 from rlplus.config import Config, DataConfig, ModelConfig, model_problem
 from rlplus.data import byte_tokenizer, load_examples, load_tokenizer, read_examples
 from rlplus.data.row_files import get_column, read_rows, row_names
+from rlplus.reward import BOX
 
 NAMES = {  # they are looked for in this order
     "prompt": ("prompt", "question", "problem", "query", "instruction", "input"),
@@ -17,6 +19,9 @@ NAMES = {  # they are looked for in this order
     "demonstration": ("demonstration", "solution", "target_solution", "response"),
 }
 GSM8K = r"#### (.+)"  # the answer behind a worked solution
+BEFORE_GSM8K = r"(?s)^(.+?)\s*####"
+BOXED = "Please reason step by step, and put your final answer within \\boxed{}."
+BOXED_ANSWER = "{demonstration}\nThe answer is \\boxed{{{answer}}}."
 LETTER = re.compile(r"[A-J]")
 LOOKED_AT = 200  # rows
 STEP = 128  # lengths are multiples of this
@@ -28,7 +33,7 @@ FAR = 2**20  # longer than any text here
 class Columns:
     """values: keys of the section data. reward: the grader for its answers. tokens: whether lengths are the model's.
 
-    boxed: whether prompts need to ask for an answer in a box. prompts: how many can be used.
+    boxed: whether a system prompt that asks for an answer in a box was added. prompts: how many can be used.
     """
 
     values: dict[str, Any]
@@ -67,14 +72,16 @@ def find_columns(path: str, fixed: dict[str, Any], model: dict[str, Any]) -> Col
     settings = ModelConfig.model_validate(model)
     tokens = model_problem(str(settings.path)) is None
     tokenizer = load_tokenizer(settings) if tokens else byte_tokenizer()
-    boxed = False
-    if not {"chat", "template"} & values.keys() and isinstance(get_column(rows[0], values["prompt"]), str):
-        values |= {"chat": True} if tokenizer.chat_template is not None else {}
-        boxed = "system_prompt" not in values
     answers = [_answer(row, values) for row in rows]
     reward = "choice" if all(LETTER.fullmatch(answer) for answer in answers) else "math_verify"
-    read = {"max_prompt_length": FAR, "max_dropped_share": 1.0} | values
-    data = DataConfig.model_validate(read)
+    boxed = False
+    texts = not {"chat", "template"} & values.keys() and isinstance(get_column(rows[0], values["prompt"]), str)
+    if texts and tokenizer.chat_template is not None:
+        boxed = reward == "math_verify" and "system_prompt" not in values
+        values |= {"chat": True} | ({"system_prompt": BOXED} if boxed else {})
+    if reward == "math_verify" and _ask_for_boxes(values, tokenizer):
+        values |= _with_boxes(rows, values)
+    data = _unlimited(values)
     _, report = read_examples(data, tokenizer, max_demonstration_length=FAR)
     if not report.kept:
         raise ValueError(str(report.refusal(data)))
@@ -82,8 +89,27 @@ def find_columns(path: str, fixed: dict[str, Any], model: dict[str, Any]) -> Col
         values.setdefault("max_prompt_length", _longest(report.prompt_lengths))
     if tokens and report.demonstration_lengths:
         values.setdefault("max_demonstration_length", _longest(report.demonstration_lengths))
-    boxed = boxed and reward == "math_verify"
     return Columns(values, reward, boxed, tokens, report.kept, data.demonstration is not None)
+
+
+def _unlimited(values: dict[str, Any]) -> DataConfig:
+    return DataConfig.model_validate({"max_prompt_length": FAR, "max_dropped_share": 1.0} | values)
+
+
+def _ask_for_boxes(values: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether prompts, as the model sees them, ask for an answer in a box, so that the reward wants one."""
+    examples, _ = read_examples(_unlimited(values | {"limit": LOOKED_AT}), tokenizer, max_demonstration_length=FAR)
+    return any(BOX in tokenizer.decode(list(example.prompt)) for example in examples)
+
+
+def _with_boxes(rows: list[dict[str, Any]], values: dict[str, Any]) -> dict[str, Any]:
+    """Keys that put the answer in a box behind each demonstration, for data whose demonstrations do not have one."""
+    column = values.get("demonstration")
+    texts = [str(text) for row in rows if column is not None and (text := _value(row, column))]
+    if all(BOX in text for text in texts) or "demonstration_template" in values:
+        return {}
+    last_line = {"demonstration_pattern": BEFORE_GSM8K} if all("####" in text for text in texts) else {}
+    return {"demonstration_template": BOXED_ANSWER} | last_line | values
 
 
 def _named(path: str, rows: list[dict[str, Any]], fixed: dict[str, Any]) -> dict[str, Any]:

@@ -77,6 +77,7 @@ def _of_updates(steps: Sequence[Mapping[str, Any]]) -> Iterator[str]:
         yield f"{bad:.0%} of the last updates were skipped: their gradient had NaN or infinity."
     for name, most, what in (
         ("response_length/clipped", CUT, "were cut off at rollout.max_response_length, most likely before an answer"),
+        ("reward/no_box", UNREAD, "have no box, which their prompts or the grader ask for"),
         ("reward/unparsed", UNREAD, "have no answer that the grader can read"),
         ("reward/masked", UNGRADED, "could not be graded: the grader ran out of time or died"),
     ):

@@ -93,6 +93,10 @@ def test_without_a_base_model_there_is_no_row_of_it(runs: list[str]) -> None:
         ("twice", "want one run per method and seed; .*grpo-3 and .*grpo-3 are both grpo, seed 3"),
         ("problems", "want one evaluation of test for all runs; .*grpo-7 and .*rlplus-7 differ in problems"),
         ("data", "want the same problems of test; .*grpo-7 and .*rlplus-7 have other ones"),
+        (
+            "rule",
+            "want one rule reward.cut_off for the evaluations of test; got none in .*rlplus-7 and zero in .*grpo-7",
+        ),
         ("benchmark", "want runs evaluated on the same benchmarks; .*rlplus-7 has test; .*grpo-7 has more, test"),
         ("base", "want the results of one base model at most; got .*base, .*base"),
         ("alone", "want runs that were trained; .*base has only results of an evaluation"),
@@ -106,6 +110,7 @@ def test_runs_that_cannot_be_compared_are_refused(runs: list[str], fault: str, m
     changed = {
         "problems": {"test": replace(result, problems=(0, 1, 2, 4))},
         "data": {"test": replace(result, asked={"data": "x@2"})},
+        "rule": {"test": replace(result, asked={"data": "x@1", "reward.cut_off": "zero"})},
         "benchmark": {"test": result, "more": replace(result, name="more")},
     }
     if fault == "no results":

@@ -297,10 +297,18 @@ def test_aliases_are_fine_in_reason(minimal: Path) -> None:
 
 
 def test_what_an_earlier_version_wrote_down_is_read(minimal: Path) -> None:
-    """Up to 0.3.0 there was a folder for weights, which changes no sample; other keys that are gone are refused."""
-    now = load_config(minimal)
+    """Up to 0.3.0 there was a folder for weights, which changes no sample; other keys that are gone are refused.
+
+    Its graders took every response, so that a run of it resumes with that rule only.
+    """
+    now = load_config(minimal, ["reward.cut_off=grade", "reward.box=optional"])
     written = now.model_dump(mode="json")
     written["rollout"]["push_folder"] = "/dev/shm"
+    assert recorded_config(written) == now
+    newer = load_config(minimal).model_dump(mode="json")
+    assert recorded_config(newer).reward.cut_off == recorded_config(newer).reward.box == "auto"
+    for rule in ("cut_off", "box"):
+        del written["reward"][rule]
     assert recorded_config(written) == now
     written["rollout"]["pushed_folder"] = "/dev/shm"
     with pytest.raises(ValueError, match=r"rollout\.pushed_folder: unknown key"):

@@ -197,6 +197,10 @@ def test_a_script_becomes(script: str, tmp_path: Path) -> None:
     assert {line.partition(":")[0] for line in converted.missing} == missing | guessed
     (path := tmp_path / "run.yaml").write_text(converted.text)
     assert load_config(path) == converted.config
+    graded = convert(SCRIPTS / script, gpus=4 if script == "trl_accumulation.py" else 1, overrides=["reward.kind=oat"])
+    for reward in (converted.config.reward, graded.config.reward):  # both grade responses that were cut off
+        assert (reward.cut_off, reward.box) == ("grade", "optional" if script.startswith("trl") else "auto")
+    assert graded.config.reward.names == ["oat"]
     assert all(line in converted.text for line in (*converted.lost, *converted.missing))
 
 

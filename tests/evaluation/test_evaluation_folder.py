@@ -70,6 +70,40 @@ def test_an_evaluation_is_known_by_its_contents(tmp_path: Path) -> None:
     assert re.fullmatch(r"data x.jsonl@\w{12} \(asked: x.jsonl@\w{12}\)", data)
 
 
+def test_another_rule_about_what_is_worth_0_is_another_evaluation(tmp_path: Path) -> None:
+    """By its effect, not by its name; one by a version without such rules is that of graders that take everything."""
+    model, data = write_model_files(tmp_path / "model"), {"path": "x.jsonl", "max_prompt_length": 8}
+    (tmp_path / "mine.py").touch()
+
+    def asked(**reward: Any) -> dict[str, str]:
+        config = run_config(tmp_path, reward={"pattern": None} | reward, evaluation={"data": data})
+        return asked_of(config, model, "toy", [Example(index=0, prompt=(1,), answer="1", demonstration=None)], 1)
+
+    def known(**reward: Any) -> dict[str, str]:
+        found = asked(**reward)
+        return {key: found[key] for key in ("reward.cut_off", "reward.box") if key in found}
+
+    function = {"kind": None, "function": "mine.py:grade"}
+    both = {"kind": None, "function": ["mine.py:grade", "math_verify"]}
+    for reward, rules in (
+        ({"kind": "math_verify"}, {"reward.cut_off": "zero", "reward.box": "asked"}),
+        (
+            {"kind": "math_verify", "cut_off": "zero", "box": "required"},
+            {"reward.cut_off": "zero", "reward.box": "required"},
+        ),
+        ({"kind": "math_verify", "cut_off": "grade"}, {"reward.box": "asked"}),
+        ({"kind": "math_verify", "cut_off": "grade", "box": "optional"}, {}),
+        ({"kind": "choice"}, {"reward.cut_off": "zero"}),
+        (function, {}),
+        (function | {"cut_off": "zero"}, {"reward.cut_off": "zero"}),
+        (both, {"reward.cut_off": "grade or zero", "reward.box": "asked or optional"}),
+    ):
+        assert known(**reward) == rules
+    older = asked(kind="choice", cut_off="grade", box="optional")
+    assert differences(older, asked(kind="choice")) == ["reward.cut_off default (asked: zero)"]
+    assert differences(asked(kind="choice"), asked(kind="choice", cut_off="zero")) == []
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_another_model_is_another_evaluation_with_any_settings(tmp_path: Path, dtype: str) -> None:
     """The section model of a pretrained model has no setting but its path where all have their defaults."""

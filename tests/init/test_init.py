@@ -8,11 +8,12 @@ import pytest
 
 from rlplus.cli import main
 from rlplus.config import Config, ScratchModel, load_config, merged
-from rlplus.data import byte_tokenizer, load_examples
+from rlplus.data import byte_tokenizer, load_examples, response_text
 from rlplus.init import start
 from rlplus.init.fitting import FULL, FULL_AT, LORA, TOKENS, find_fitting
 from rlplus.learner.pretrained import make_scratch_model, write_model
 from rlplus.plan import GIB, make_cluster, make_plan
+from rlplus.reward import Scorer
 
 SEVEN = "Qwen/Qwen2.5-Math-7B"  # its architecture comes with rlplus
 
@@ -64,6 +65,57 @@ def test_the_file_loads_fits_and_reads_its_data(model: str, tmp_path: Path, caps
     assert init(model, questions(tmp_path), out, "--gpu", "24g") == 2
     assert "want --out a new file" in capsys.readouterr().err
     assert out.read_text() == text
+
+
+def pass_the_reward(begun: Config) -> list[bool]:
+    """Whether each demonstration passes the run's own reward, with a box where the prompt asks for one."""
+    tokenizer = byte_tokenizer()
+    examples, report = load_examples(begun.data, tokenizer, max_demonstration_length=512)
+    assert report.demonstrations == report.rows
+    texts = [response_text(tokenizer, example.demonstration or (), None) for example in examples]
+    prompts = [tokenizer.decode(list(example.prompt)) for example in examples]
+    with Scorer(begun.reward) as scorer:
+        return [one.value == 1 for one in scorer(texts, [e.answer for e in examples], prompts=prompts)]
+
+
+SOLVED = {"prompt": "1+1?", "answer": "2"}
+
+
+@pytest.mark.parametrize(
+    ("rows", "template"),
+    [
+        ([{"question": f"{i} + 1?", "answer": f"One more.\n#### {i + 1}"} for i in range(4)], True),
+        ([SOLVED | {"solution": "1 and 1 make 2"}], True),
+        ([SOLVED | {"solution": "1 and 1 make 2"}, SOLVED | {"solution": r"\boxed{2}"}], True),
+        ([SOLVED | {"solution": r"They make \boxed{2}."}] * 2, False),
+        ([{**SOLVED, "prompt": [{"role": "user", "content": r"1+1? Use \boxed{}."}], "solution": "It is 2."}], True),
+        ([{**SOLVED, "prompt": [{"role": "user", "content": "1+1?"}], "solution": "It is 2."}], False),
+    ],
+    ids=["gsm8k", "plain", "some have a box", "all have a box", "the row asks", "none asks"],
+)
+def test_demonstrations_have_the_box_that_the_prompts_ask_for(
+    model: str, tmp_path: Path, rows: list[dict[str, Any]], template: bool
+) -> None:
+    """And the reward is 0 without an end, and without a box where every prompt asks for one."""
+    begun = start(model, written(tmp_path, rows), make_cluster(1, "24g"))
+    config, asks = begun.config, isinstance(next(iter(rows[0].values())), str)
+    assert all(pass_the_reward(config))
+    assert (config.data.demonstration_template is not None) == template
+    assert (config.reward.cut_off, config.reward.box) == ("zero", "required" if asks else "auto")
+    assert (config.data.system_prompt is not None) == asks
+    assert "cut_off: zero  # a response that was cut off is worth 0" in begun.text
+
+
+def test_a_model_without_a_chat_template_is_asked_for_no_box(tmp_path: Path) -> None:
+    """A system prompt would need the template."""
+    folder, tokenizer = tmp_path / "plain", byte_tokenizer()
+    scratch = ScratchModel(hidden_size=32, layers=1, heads=2, intermediate_size=64, max_position_embeddings=1024)
+    write_model(make_scratch_model(scratch, tokenizer, seed=0), str(folder))
+    tokenizer.chat_template = None
+    tokenizer.save_pretrained(folder)
+    config = start(str(folder), questions(tmp_path), make_cluster(1, "24g")).config
+    assert (config.data.system_prompt, config.data.chat, config.reward.box) == (None, False, "auto")
+    assert all(pass_the_reward(config))
 
 
 def test_columns_by_their_names(model: str, tmp_path: Path) -> None:

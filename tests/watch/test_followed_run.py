@@ -167,6 +167,7 @@ BF16 = "model: {dtype: bfloat16}\nalgorithm: {preset: grpo}\nrollout: {max_logpr
         (BF16, {"actor/updated": 0.0}, f"No update in the last {RECENT} steps"),
         (BF16, {"actor/nonfinite": 0.5}, "50% of the last updates were skipped"),
         (BF16, {"response_length/clipped": 0.75}, "75% of the last responses were cut off"),
+        (BF16, {"reward/no_box": 0.75}, "75% of the last responses have no box, which their prompts or the grader ask"),
         (BF16, {"reward/unparsed": 0.75}, "75% of the last responses have no answer"),
         (BF16, {"reward/masked": 0.25}, "25% of the last responses could not be graded"),
         ("not: [yaml", {}, None),
