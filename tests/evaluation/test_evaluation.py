@@ -25,7 +25,7 @@ from rlplus.evaluation.partial_samples import KeptCalls
 from rlplus.evaluation.sample import _calls
 from rlplus.evaluation.scorers import Scorers, reward_of
 from rlplus.reward import Score
-from rlplus.rollout import Completion, Request, Sampling
+from rlplus.rollout import Completion, Request, Sampling, respond
 
 
 def test_save_and_load(tmp_path: Path) -> None:
@@ -145,6 +145,29 @@ def test_evaluate_counts(monkeypatch: pytest.MonkeyPatch, at_once: int) -> None:
     assert [sampling for _, sampling in engine.calls] == [
         Sampling(0.6, s) for s in ([5] if at_once == 4096 else [5, 7, 9])
     ]
+
+
+def test_an_evaluation_tells_the_grader_what_was_cut_off_and_what_the_prompts_ask() -> None:
+    """As training does. A response whose reward is the environment's is not graded."""
+    asked: list[Any] = []
+
+    def grade(texts: Sequence[str], answers: Sequence[str], columns: object, **rest: Any) -> list[Score]:
+        asked.append((texts, rest))
+        return [Score(0.0, "cut_off" if cut else "ok") for cut in rest["cut"]]
+
+    def answered(*arguments: Any) -> list[list[Completion]]:
+        groups = respond(*arguments)
+        groups[1][1] = replace(groups[1][1], reward=1.0)
+        return groups
+
+    examples = [Example(index=i, prompt=(right, 7), answer="1 9", demonstration=None) for i, right in enumerate([1, 2])]
+    options: dict[str, Any] = {"samples": 3, "k": [1], "temperature": 0.6, "max_tokens": 4, "seed": 5}
+    result = evaluate(ScriptedEngine(), grade, examples, spell, **options, respond=answered)  # type: ignore[arg-type]
+    right, wrong = "1 9", "0 0 0 0"
+    prompts, cut = ["1 7"] * 3 + ["2 7"] * 2, [False, True, True, False, True]
+    assert asked == [([right, wrong, wrong, right, wrong], {"prompts": prompts, "cut": cut})]
+    assert result.statuses == {"ok": 3, "cut_off": 3}
+    assert result.not_graded == "3 cut_off"
 
 
 @pytest.mark.parametrize("at_once", [4096, 13, 8, 1])

@@ -104,7 +104,7 @@ def test_a_reference_that_cannot_be_read_is_said_whatever_the_response(name: str
 
 
 def test_a_sum_loses_the_parts_of_kinds_alone() -> None:
-    """What a function of one's own gives for a form stays; with zero nothing does."""
+    """The part of a function of one's own stays; with zero nothing does."""
     function = {"math_verify": 1.0, "rules_graders:grade": 0.25}
     judge = judge_of(reward_config(function=function))
     assert judge(CUT, "5", {})[:2] == (1.25, "ok")
@@ -164,7 +164,7 @@ def test_demonstrations_are_graded_by_the_same_rule_and_are_not_cut_off() -> Non
 
 
 def test_a_step_tells_the_grader_which_responses_were_cut_off_and_what_the_prompts_ask() -> None:
-    """Of what it grades: neither demonstrations nor what has its reward from elsewhere."""
+    """Demonstrations and responses that have their reward from elsewhere are not graded."""
     initialize_distributed()
     examples = [
         Example(i, tuple(map(ord, prompt)), "7", None, demonstration_reward=1.0) for i, prompt in enumerate("ab")

@@ -1,4 +1,4 @@
-"""What makes a response worth 0 whatever a grader reads in it: no end, no end of the thought, no box."""
+"""Responses that are worth 0 whatever a grader reads in them: without an end, the end of the thought, or a box."""
 
 from collections.abc import Callable, Mapping
 from functools import wraps
