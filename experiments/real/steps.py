@@ -178,7 +178,7 @@ def summary(runs: Iterable[Mapping[str, Any]], peak: float | None) -> dict[str, 
     for name in dict.fromkeys(run["trainer"] for run in runs):
         own = [run for run in runs if run["trainer"] == name]
         steps = [step for run in own for step in run["steps"][1:] or run["steps"]]
-        total = {phase: sum(s["seconds"].get(phase, 0.0) for s in steps) for phase in ("step", *PHASES)}
+        total = {phase: sum(s["seconds"].get(phase, 0.0) for s in steps) for phase in ("step", "processor", *PHASES)}
         row = {phase: seconds / len(steps) for phase, seconds in total.items()}
         row["trained/s"] = sum(s["tokens"]["trained"] for s in steps) / total["step"]
         if generated := sum(s["tokens"]["generated"] for s in steps):

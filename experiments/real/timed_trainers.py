@@ -40,6 +40,7 @@ LOGPROBS = "_get_per_token_logps_and_entropies"
 class Clock:
     """Seconds and sequences of the step under way and of finished ones, and the peak of memory since the first.
 
+    "processor": this process's time on all cores, which other processes do not lengthen much.
     Each sequence: its tokens, those with a loss, and whether it had a backward pass.
     """
 
@@ -49,7 +50,7 @@ class Clock:
         self.seconds = defaultdict[str, float](float)
         self.sequences: list[tuple[int, int, bool]] = []
         self.computed = 0  # positions, padding included
-        self.used = self.began = self.last = 0.0
+        self.used = self.began = self.last = self.busy = 0.0
 
     def read(self) -> float:
         """The time when the GPU has done what it was given. Its memory in use is looked at, too."""
@@ -66,11 +67,12 @@ class Clock:
             torch.cuda.reset_peak_memory_stats()
         else:
             new_peak()
-        self.began = self.read()
+        self.began, self.busy = self.read(), time.process_time()
 
     def end_step(self) -> None:
-        before, self.began = self.began, self.read()
-        seconds = dict(self.seconds) | {"step": self.began - before}
+        before, self.began = (self.began, self.busy), self.read()
+        self.busy = time.process_time()
+        seconds = dict(self.seconds) | {"step": self.began - before[0], "processor": self.busy - before[1]}
         self.steps.append({"seconds": seconds, "tokens": {"computed": self.computed}, "sequences": self.sequences})
         self.seconds, self.sequences, self.computed = defaultdict(float), [], 0
 
@@ -81,19 +83,31 @@ class Clock:
         return {"resident": status_mb("VmHWM") * 1e6}
 
 
+@contextmanager
+def replaced(owner: Any, **values: Any) -> Iterator[None]:
+    """Attributes of the owner have these values in the block."""
+    before = {name: getattr(owner, name) for name in values}
+    try:
+        for name, value in values.items():
+            setattr(owner, name, value)
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(owner, name, value)
+
+
 def time_rlplus(config: Config, settings: Settings, clock: Clock) -> None:
     """Steps as `rlplus train` takes them, without the checkpoint at the end. Phases are those of metrics.jsonl."""
     timed = Tally.time
 
     @contextmanager
     def time_whole(tally: Tally, phase: str) -> Iterator[None]:
-        clock.read()
+        clock.read()  # a GPU's work counts in the phase that asked for it
         with timed(tally, phase):
             yield
             clock.read()
 
     with open_run(config) as run:
-        setattr(Tally, "time", time_whole)  # noqa: B010, a GPU's work counts in the phase that asked for it
         accumulate = run.recipe.accumulate
 
         def counted(update: Update, batches: Sequence[MicroBatch], *rest: Any) -> Any:
@@ -106,13 +120,13 @@ def time_rlplus(config: Config, settings: Settings, clock: Clock) -> None:
             clock.computed += sum(batch.input_ids.numel() for batch in batches)
             return accumulate(update, batches, *rest)
 
-        setattr(run.recipe, "accumulate", counted)  # noqa: B010
         if len(run.sampler.variants) != settings.prompts * settings.steps:
             raise SystemExit("want all of the data's demonstrations accepted by boxed.py: the trainers' prompts differ")
-        clock.begin()
-        for _ in range(settings.steps):
-            train_step(run)
-            clock.end_step()
+        with replaced(Tally, time=time_whole), replaced(run.recipe, accumulate=counted):
+            clock.begin()
+            for _ in range(settings.steps):
+                train_step(run)
+                clock.end_step()
         lines = (run.folder.path / "metrics.jsonl").read_text().splitlines()
     for step, metrics in zip(clock.steps, map(json.loads, lines), strict=True):
         step["seconds"] |= {phase: metrics.get(f"time/{phase}", 0.0) for phase in PHASES[:-1]}
@@ -185,8 +199,6 @@ def profiled(clock: Clock) -> Iterator[None]:
     """Let TRL's own profile tell the clock. Logprobs without gradients are the old policy's."""
     from trl.extras.profiling import ProfilingContext
 
-    before = ProfilingContext.__enter__, ProfilingContext.__exit__
-
     def enter(context: Any) -> Any:
         context._start_time = clock.read()
         return context
@@ -199,11 +211,8 @@ def profiled(clock: Clock) -> Iterator[None]:
             clock.seconds[PROFILED[name]] += clock.read() - context._start_time
         return False
 
-    ProfilingContext.__enter__, ProfilingContext.__exit__ = enter, leave
-    try:
+    with replaced(ProfilingContext, __enter__=enter, __exit__=leave):
         yield
-    finally:
-        ProfilingContext.__enter__, ProfilingContext.__exit__ = before
 
 
 def trl_settings(config: Config, settings: Settings) -> dict[str, Any]:
