@@ -97,11 +97,12 @@ class Policy(Learner):
     def rounding(self, batch: MicroBatch) -> Tensor:
         """(N,) by how much log p of the targets changes when the layers compute in a wider dtype, see `widened`."""
         logprob = self.logprob(batch)
-        op = linear_logprob if self._sharded is None else self._sharded.logprob
+        op: Any = linear_logprob if self._sharded is None else self._sharded.logprob
         options = self.head_options(batch)
 
         def head(hidden: Tensor, *weight: Any, **others: Any) -> tuple[Tensor, Tensor]:
-            return op(hidden.to(self.engine.module.lm.dtype), *weight, **options, **others)
+            both: tuple[Tensor, Tensor] = op(hidden.to(self.engine.module.lm.dtype), *weight, **options, **others)
+            return both
 
         with widened(self.engine.module.lm):
             wide, _ = self.engine(batch, head)
@@ -201,7 +202,7 @@ class Policy(Learner):
                 yield from ((name, value()) for name, _, value in bucket)
 
     def export(self, folder: str, ends: Sequence[int]) -> None:
-        """Write the weights as a Hugging Face folder (safetensors); all ranks call it. ends: of the model's responses."""
+        """Write the weights as a Hugging Face folder (safetensors); all ranks call it. ends: of its responses."""
         state = {}
         for name, weight in self.weights():
             if dist.get_rank() == 0:

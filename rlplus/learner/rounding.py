@@ -34,7 +34,7 @@ def widened(lm: PreTrainedModel) -> Iterator[None]:
             widens = module not in ends and all(len(getattr(p, "ds_shape", p.shape)) < 3 for p in own)
             patched.append((module, vars(module).get("forward")))
             run = _forward_wide if widens else _forward_narrow
-            module.forward = partial(run, module.forward, own, narrow)  # type: ignore[method-assign]
+            module.forward = partial(run, module.forward, own, narrow)
     try:
         with torch.no_grad(), torch.compiler.set_stance("force_eager"):
             yield
@@ -43,7 +43,7 @@ def widened(lm: PreTrainedModel) -> Iterator[None]:
             if before is None:
                 del module.forward
             else:
-                module.forward = before  # type: ignore[method-assign]
+                module.forward = before
 
 
 def _forward_wide(forward: Callable[..., Any], own: list[Any], narrow: torch.dtype, *args: Any, **kwargs: Any) -> Any:

@@ -2,26 +2,24 @@
 
 import logging
 from collections.abc import Callable, Sequence
-from math import inf
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from rlplus.common import agree
-from rlplus.config import MAX_LOGPROB_GAPS, Config
+from rlplus.config import Config
 from rlplus.data import MicroBatch, Sample
 from rlplus.errors import SharedFailure
 from rlplus.learner import Policy
 from rlplus.learner.batch import even_batches
-from rlplus.learner.rounding import wider
 from rlplus.reward import GraderFailed
 from rlplus.rollout import Completion, Request, RolloutEngine, RunFailed, Sampling, check_experts, check_kept
+from rlplus.trainer.logprob_gap import Compared, LogprobGap
 from rlplus.trainer.ranks import set_timeouts
 from rlplus.trainer.stop import Answer, StepGivenUp, StopSignal
 
 PROBES, PROBE_TOKENS = 8, 7  # prompts, and tokens behind each
-ROUNDINGS = 3.0  # the gap of a right engine, which rounds for itself, is about 1.4 times the trainer's own rounding
 
 logger = logging.getLogger(__name__)
 
@@ -66,7 +64,7 @@ class SyncedEngine:
         self._make, self._stop = make, stop
         self.engine = self._new()
         self.gap = 0.0  # found by the last probe
-        self._explained = 0.0  # the largest mean gap that rounding was found to explain
+        self._agreement = LogprobGap(config, policy)
         self._version: int | None = None  # that the engine has
         self._probed: int | None = None
 
@@ -86,12 +84,12 @@ class SyncedEngine:
             self.engine.push_weights(self.policy.pushed(), version)
             self._version = version
         if self._probed is None or (probe and version != self._probed):
-            self.gap, batches = self._probe()
-            self._probed = version
-            self.check(self.gap, batches, f"after the push of version {version}")
+            gaps, compared = self._probe()
+            self.gap, self._probed = float(gaps.mean()) if len(gaps) else 0.0, version
+            self.check(float(gaps.sum()), len(gaps), compared, f"after the push of version {version}")
 
-    def _probe(self) -> tuple[float, list[MicroBatch]]:
-        """-> the mean gap between the logprobs of some tokens behind the first prompts, and their micro-batches."""
+    def _probe(self) -> tuple[Tensor, list[Compared]]:
+        """-> the gaps between the logprobs of this rank's tokens behind the first prompts, and their micro-batches."""
         rollout = self.config.rollout
         requests = [Request(prompt, 1, min(PROBE_TOKENS, rollout.max_response_length)) for prompt in self.prompts]
         sampling = Sampling.of_training(rollout, seed=0)
@@ -112,45 +110,17 @@ class SyncedEngine:
             samples = [sample for part in agree.gathered(samples, parallel) for sample in part]
         weights = [torch.ones(len(sample.response)) for sample in samples]
         batches = even_batches(samples, weights, self.config, self.pad_id, self.policy.device)
-        gaps = [_sampled(self.policy.logprob(batch) - batch.engine_logprob, batch) for batch in batches]
-        return _mean(gaps), batches
+        gaps = torch.cat([self._gaps_of(batch) for batch in batches])
+        return gaps, [(batch, batch.engine_logprob) for batch in batches]
 
-    def check(self, gap: float, batches: Sequence[MicroBatch], when: str) -> None:
-        """EngineFailed if the engine's logprobs of these tokens are further from the trainer's than they may be.
+    def _gaps_of(self, batch: MicroBatch) -> Tensor:
+        """The gaps of the batch's sampled tokens."""
+        return (self.policy.logprob(batch) - batch.engine_logprob)[~batch.engine_logprob.isnan()].double().abs()
 
-        gap: this rank's mean. Where `rollout.max_logprob_gap` is not given, more than the default is right as far as
-        the model's own rounding explains it. Only a gap beyond the limit has this measured, by two forward passes.
-        """
-        gap = agree.largest(gap if gap >= 0 else inf)  # NaN would be lost in a maximum
-        given, dtype = self.config.rollout.max_logprob_gap, self.config.model.dtype
-        if gap <= (given or max(MAX_LOGPROB_GAPS[dtype], self._explained)):
-            return
-        limit = f"rollout.max_logprob_gap={given:g}" if given else f"{MAX_LOGPROB_GAPS[dtype]:g}"
-        found = (
-            f"{when}: the mean gap between the logprobs of the {self.engine.name} engine and of the trainer is "
-            f"{gap:.2e}; want at most {limit}"
-        )
-        rounding = self._rounding(batches, found)
-        wide = str(wider(getattr(torch, dtype))).removeprefix("torch.")
-        own = f"the trainer's own logprobs change by {rounding:.2e} when its layers compute in {wide}, not {dtype}"
-        explained = gap <= ROUNDINGS * rounding
-        if explained and not given:
-            self._explained = max(self._explained, ROUNDINGS * rounding)
-            logger.warning("%s, or as much as rounding explains: %s", found, own)
-            return
-        what = "Rounding explains it" if explained else "Rounding does not explain it, the engine runs another model"
-        raise EngineFailed(f"{found}. {what}: {own}. The policy was not changed", clear=True)
-
-    def _rounding(self, batches: Sequence[MicroBatch], found: str) -> float:
-        """The mean change of the sampled tokens' logprobs when the layers compute in a wider dtype."""
-        try:
-            return agree.largest(_mean([_sampled(self.policy.rounding(batch), batch) for batch in batches]))
-        except RuntimeError as error:  # a layer whose kernels know one dtype only, or no memory: the same on all ranks
-            raise EngineFailed(
-                f"{found}, or as much as rounding explains, which could not be measured ({error}): a "
-                "rollout.max_logprob_gap of your own goes without",
-                clear=True,
-            ) from error
+    def check(self, total: float, count: float, compared: Sequence[Compared], when: str) -> None:
+        """EngineFailed where `LogprobGap.fault` finds one."""
+        if fault := self._agreement.fault(total, count, compared, self.engine.name, when):
+            raise EngineFailed(fault, clear=True)
 
     def ask(self, question: Callable[[RolloutEngine], Answer], *, interruptible: bool = False) -> Answer:
         """`question(engine)`, which must not need other ranks. If it fails on one, EngineFailed on all.
@@ -214,14 +184,3 @@ class SyncedEngine:
 
     def close(self) -> None:
         self.engine.close()
-
-
-def _sampled(values: Tensor, batch: MicroBatch) -> Tensor:
-    """The values (N,) of the tokens that the engine sampled, and whose values are finite."""
-    return values[~batch.engine_logprob.isnan()]
-
-
-def _mean(parts: Sequence[Tensor]) -> float:
-    """The mean size of all parts' values; 0 without any, as a rank's shard may be."""
-    values = torch.cat([*parts]).double().abs()
-    return float(values.mean()) if values.numel() else 0.0

@@ -18,6 +18,7 @@ from rlplus.learner.statistics import needs_statistics, set_statistics
 from rlplus.loss import PolicyLoss
 from rlplus.recipe import Batch, Update, refill_batch
 from rlplus.trainer.groups import score, shape
+from rlplus.trainer.logprob_gap import Compared
 from rlplus.trainer.metrics import Tally, tally_exploration, tally_mismatch, tally_outputs, tally_samples, tally_update
 from rlplus.trainer.rollouts import use_engine_logprob
 from rlplus.trainer.run import Run
@@ -35,6 +36,9 @@ class Step:
         self.updated = False  # the policy
         self.failure: SharedFailure | None = None  # an evaluation's
         self.ungraded: list[tuple[Example, Sample]] = []  # the grader failed on them
+        self._compared: list[
+            Compared
+        ] = []  # all updates' micro-batches, before statistics replace their engine_logprob
         self.kept: list[KeptSample] | None = None
         run.start.take()
         run.rollouts.begin(self.tally)
@@ -157,6 +161,7 @@ class Step:
     def remember(self, work: Sequence[Work]) -> None:
         """Store the logprobs under the policy before the step's first update, and under the reference, if any."""
         policy, config, changed = self.run.policy, self.config, False
+        self._compared = [(micro, micro.engine_logprob) for _, batches in work for micro in batches]
         # Demonstrations of train.overlap come with the logprobs of the weights that sampled beside them.
         shown = config.stale and not config.train.overlap and _shows_any(work)
         with self.tally.time("old_logprob"):
@@ -191,7 +196,7 @@ class Step:
             if on_policy:
                 for engine_logprob, out in zip(engine_logprobs, outputs, strict=True):
                     tally_mismatch(tally, out.logprob, engine_logprob)
-                self._check_mismatch(batches)  # no weight learns from samples of another policy
+                self._check_mismatch()  # no weight learns from samples of another policy
             tally_outputs(tally, outputs)
             tally_exploration(tally, batches, outputs, algorithm.objective.gamma)
             if algorithm.external_schedule is not None and algorithm.external_schedule.shape == "gradient-norm":
@@ -199,10 +204,10 @@ class Step:
                     tally.mean(f"squared_slopes/{name}", squares)
         return outputs
 
-    def _check_mismatch(self, batches: Sequence[MicroBatch]) -> None:
+    def _check_mismatch(self) -> None:
         """EngineFailed if engine and trainer disagree about the step's logprobs: the engine does not run the policy."""
-        total, tokens = self.tally.means.get("mismatch/mean", (0.0, 0.0))
-        self.run.engine.check(total / max(tokens, 1.0), batches, f"step {self.run.progress.step + 1}")
+        total, count = self.tally.means.get("mismatch/mean", (0.0, 0.0))
+        self.run.engine.check(total, count, self._compared, f"step {self.run.progress.step + 1}")
 
     def optimize(self, update: Update) -> float | None:
         """Take the optimizer's step on the accumulated gradient; returns the gradient's norm."""

@@ -45,7 +45,9 @@ def _of_engine(steps: Sequence[Mapping[str, Any]], settings: Mapping[str, Any]) 
     gap = _mean(steps, "mismatch/mean")
     given, default = settings.get("rollout.max_logprob_gap"), MAX_LOGPROB_GAPS.get(settings.get("model.dtype", ""))
     if gap is not None and (given or default) and gap > (NEAR_LIMIT * given if given else default):
-        stops = f"the run stops at {given:.2g} (rollout.max_logprob_gap)" if given else "the model's rounding explains it"
+        stops = (
+            f"the run stops at {given:.2g} (rollout.max_logprob_gap)" if given else "the run ends unless it is rounding"
+        )
         yield (
             f"The rollout engine and the trainer give the sampled tokens different probabilities: their logprobs are "
             f"{gap:.2g} apart on average, and {stops}."

@@ -52,7 +52,7 @@ def test_only_later_updates_have_a_pass_of_their_own(
 
     monkeypatch.setattr(Policy, "logprob", counted)
     monkeypatch.setattr(Policy, "accumulate", recorded)
-    monkeypatch.setattr("rlplus.trainer.engine.SyncedEngine._probe", lambda engine: (0.0, []))
+    monkeypatch.setattr("rlplus.trainer.engine.SyncedEngine._probe", lambda engine: (torch.zeros(1), []))
     monkeypatch.setattr(Policy, "nonfinite", lambda policy: "", raising=False)
     changes = {"steps": 1, "prompts_per_update": prompts_per_update}
     train(two_updates(tmp_path, "run", algorithm=algorithm, train=changes))

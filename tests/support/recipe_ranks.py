@@ -13,6 +13,7 @@ from random import Random
 from typing import Any
 from unittest import mock
 
+import torch
 from recipe_cases import draw_rewards
 from teachers import make_teacher
 from trainer_runs import run_config
@@ -56,7 +57,7 @@ def train_all(folder: Path, output: str) -> None:
     teacher = make_teacher(folder, f"teacher-{output}-{os.environ.get('RANK')}")
     with (
         mock.patch.object(TransformersEngine, "generate", responses),
-        mock.patch.object(SyncedEngine, "_probe", return_value=(0.0, [])),
+        mock.patch.object(SyncedEngine, "_probe", return_value=(torch.zeros(1), [])),
         mock.patch("rlplus.trainer.step.score", draw_rewards),
     ):
         for name, algorithm in CASES.items():
