@@ -101,6 +101,7 @@ def _read(text: str) -> PastRun:
         config = recorded_config(yaml.safe_load(load_run(folder).config))
     except ValueError as error:
         raise ValueError(f"{folder / 'config.yaml'}: {error}") from error
+    config = config.model_copy(update={"reward": config.reward.stated})
     return PastRun(folder, name, results, RunData(config.to_yaml(), ()).settings)
 
 

@@ -8,7 +8,7 @@ from pydantic import ValidationError
 
 from rlplus.common.durable import is_sealed
 from rlplus.common.textfiles import read_text
-from rlplus.config import CheckpointConfig, Config, EvaluationConfig, LogConfig
+from rlplus.config import CheckpointConfig, Config, EvaluationConfig, LogConfig, as_of_now
 
 ASKED = "asked.json"  # written into a run's folder at its start
 
@@ -34,9 +34,9 @@ def read_asked(folder: Path) -> dict[str, Any] | None:
 
 
 def _validated(asked: dict[str, Any]) -> dict[str, Any]:
-    """The file's values with a validated configuration, in which keys newer than the file have their defaults."""
+    """The file's values with a validated configuration, in which keys newer than the file have what it was then."""
     before = None if asked["before"] is None else _validated(asked["before"])
-    return asked | {"config": Config.model_validate(asked["config"]), "before": before}
+    return asked | {"config": without_own(Config.model_validate(as_of_now(asked["config"]))), "before": before}
 
 
 def trained_part(asked: dict[str, Any]) -> dict[str, Any]:
@@ -48,5 +48,5 @@ def trained_part(asked: dict[str, Any]) -> dict[str, Any]:
 def without_own(config: Config) -> Config:
     """The configuration without what changes no result: logs, checkpoints and the number of reward workers."""
     plain = {"log": LogConfig(), "checkpoint": CheckpointConfig()}
-    reward = config.reward.model_copy(update={"workers": 1})
+    reward = config.reward.stated.model_copy(update={"workers": 1})
     return config.model_copy(update=plain | {"reward": reward})

@@ -19,6 +19,7 @@ from rlplus.config.folders import (
 )
 from rlplus.config.loading import (
     apply_override,
+    as_of_now,
     config_from,
     load_config,
     load_stages,
@@ -84,6 +85,7 @@ __all__ = [
     "TrainConfig",
     "ValidationConfig",
     "apply_override",
+    "as_of_now",
     "benchmark_name",
     "check_data_files",
     "check_evaluation_files",

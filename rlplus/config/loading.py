@@ -103,7 +103,7 @@ def recorded_config(values: Any) -> Config:
     """The configuration that a version of rlplus wrote down; ValueError, one line, for what this one does not read."""
     if not isinstance(values, dict):
         raise ValueError(f"want sections of keys and values; got {str(values)[:80]!r}")
-    values = _as_of_now(values)
+    values = as_of_now(values)
     problems = [f"{key}: unknown key" for key in _unknown_keys(values, Config)]
     try:
         return Config.model_validate(values)  # a key that did not exist then has its default
@@ -113,7 +113,7 @@ def recorded_config(values: Any) -> Config:
     raise ValueError("; ".join(problems[:_NAMED]) + more)
 
 
-def _as_of_now(values: dict[str, Any]) -> dict[str, Any]:
+def as_of_now(values: dict[str, Any]) -> dict[str, Any]:
     """The sections that an older version wrote down, with what they meant there."""
     rollout, reward = values.get("rollout"), values.get("reward")
     if isinstance(rollout, dict):  # weights had a folder in 0.3.0; no sample differs

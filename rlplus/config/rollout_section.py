@@ -98,8 +98,8 @@ class RolloutConfig(Section):
     """GPUs per engine. colocated: this many ranks share one. process: each rank's engine has this many."""
     max_logprob_gap: Positive | None = None
     """The run stops when the tokens' logprobs in the engine and in the trainer differ by more, in a rank's mean over a
-    step or over the probe after a push. None = 1e-4 in float32, 5e-2 in bfloat16, or three times the model's own rounding
-    where that is more: the mean change of the trainer's logprobs when its layers compute in a wider dtype."""
+    step or over the probe after a push. None = 1e-4 in float32, 5e-2 in bfloat16, or three times the model's own
+    rounding where that is more: the mean change of the trainer's logprobs when its layers compute in a wider dtype."""
     push_bucket_mb: Count = 64
     """ZeRO-3 weights are gathered, and sent to a server, in pieces of at most this size; a larger parameter is a piece
     of its own."""

@@ -100,7 +100,7 @@ class ModelConfig(Section):
     the tokenizer's."""
     end_tokens: Annotated[list[Text | NonNegative], Field(min_length=1)] | None = None
     """Tokens that end a response, as texts or ids. Demonstrations end in the first, if the chat template's and the
-    tokenizer's are not among them. None = those that the chat template, generation_config.json and the tokenizer name."""
+    tokenizer's are not among them. None = those named by the chat template, generation_config.json and the tokenizer."""
     overrides: dict[str, Any] = {}
     """Fields of the Hugging Face configuration."""
 
@@ -158,6 +158,17 @@ class RewardConfig(Section):
         """Names of all graders: kinds, and functions by reference."""
         named = self.kind or self.function or ""
         return [named] if isinstance(named, str) else list(named)
+
+    @property
+    def stated(self) -> "RewardConfig":
+        """The same with the values that cut_off and box have by auto: two of them that mean the same are equal."""
+        functions = {":" in name for name in self.names}
+        cut_off, box = self.cut_off, self.box
+        if cut_off == "auto" and len(functions) == 1:
+            cut_off = "grade" if True in functions else "zero"
+        if box == "auto" and "math_verify" not in self.names:
+            box = "optional"
+        return self.model_copy(update={"cut_off": cut_off, "box": box})
 
     @property
     def description(self) -> str:

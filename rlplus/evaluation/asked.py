@@ -50,7 +50,7 @@ def asked_of(
     return {
         **dict(_flat(settings)),
         "benchmark": benchmark,
-        "model": model_identity(model),  # behind the settings, where a section without any has its name
+        "model": model_identity(model),  # after the settings: an empty section leaves its own name there
         "data": f"{', '.join(config.evaluation.data.paths)}@{_hash(rows)}",
         **({"model.end_tokens": json.dumps(sorted(ends))} if ends else {}),
         "evaluation.samples": str(config.evaluation.samples),

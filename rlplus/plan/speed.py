@@ -22,6 +22,7 @@ ASSUMPTIONS = (
     f"{NETWORK / 1e9:.0f} GB/s a GPU between nodes",
     f"{PCIE / 1e9:.0f} GB/s to the host",
     "every prompt and response as long as allowed",
+    f"{LAUNCHES_S * 1e3:g} ms a layer for each token that transformers generates on a GPU",
     "every prompt sampled once",
     "no time for rewards and data",
 )

@@ -184,7 +184,8 @@ def state_to_resume(last: Path, config: Config, now: dict[str, str]) -> tuple[di
     """
     state = checkpoint.read_state(last)
     written = config_in(last, state)
-    changed = _differences(written.model_dump(mode="json"), config.model_dump(mode="json"))
+    before, after = (each.model_copy(update={"reward": each.reward.stated}) for each in (written, config))
+    changed = _differences(before.model_dump(mode="json"), after.model_dump(mode="json"))
     if changed:
         raise ValueError(f"{last} was written with another configuration: {'; '.join(changed)}")
     notes = [f"resumed at step {state['step']}, from {last}"]
@@ -194,11 +195,11 @@ def state_to_resume(last: Path, config: Config, now: dict[str, str]) -> tuple[di
     if state["best"] is not None and _choice(written) != _choice(config):
         notes.append("validation has changed: from here on the best checkpoint is chosen anew")
         state["best"], state["since_best"] = None, 0
-    before = state["surroundings"]
-    for name in sorted(before.keys() | now.keys()):
-        if before.get(name) != now.get(name):
+    was = state["surroundings"]
+    for name in sorted(was.keys() | now.keys()):
+        if was.get(name) != now.get(name):
             notes.append(
-                f"since that checkpoint {name} has changed: {before.get(name, 'none')} -> {now.get(name, 'none')}"
+                f"since that checkpoint {name} has changed: {was.get(name, 'none')} -> {now.get(name, 'none')}"
             )
     return state, notes
 

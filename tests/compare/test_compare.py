@@ -215,6 +215,26 @@ def test_a_damaged_note_of_a_run_deletes_nothing(tmp_path: Path, output: Path, l
     assert calls(tmp_path) == before
 
 
+def test_a_run_of_a_version_without_a_key_is_the_same_run_where_the_key_says_what_it_did(
+    tmp_path: Path, output: Path, launcher: str
+) -> None:
+    """Its graders took responses that were cut off: a file that says so goes on, and one that does not trains anew."""
+    data = json.loads(json.dumps(FILE)) | {"search": None}
+    path = written(tmp_path, data | {"overrides": data.get("overrides", {}) | {"reward.cut_off": "grade"}})
+    run_comparison(path, output, presets=["GRPO"], seeds=1, launcher=launcher)
+    asked, before = output / "runs/one/seed-0/GRPO/asked.json", calls(tmp_path)
+    recorded = json.loads(asked.read_text())
+    for key in ("cut_off", "box"):
+        del recorded["config"]["reward"][key]
+    del recorded["checksum"]
+    asked.write_text(json.dumps(recorded))
+    run_comparison(path, output, presets=["GRPO"], seeds=1, launcher=launcher)
+    assert calls(tmp_path) == before
+    zero = data | {"overrides": data.get("overrides", {}) | {"reward.cut_off": "zero"}}
+    run_comparison(written(tmp_path, zero), output, presets=["GRPO"], seeds=1, launcher=launcher)
+    assert calls(tmp_path) != before
+
+
 def test_two_processes_do_not_share_a_folder(path: Path, tmp_path: Path, launcher: str) -> None:
     output = tmp_path / "out"
     output.mkdir()

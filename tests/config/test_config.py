@@ -21,6 +21,7 @@ from rlplus.config import (
     load_config,
     recorded_config,
 )
+from rlplus.reward import rules_of
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
 
@@ -294,6 +295,25 @@ def test_aliases_are_fine_in_reason(minimal: Path) -> None:
     deep = "[" * 3000
     with pytest.raises(ValueError, match="the value is not valid YAML"):
         load_config(minimal, [f"evaluation.k={deep}"])
+
+
+@pytest.mark.parametrize(
+    ("given", "same", "other"),
+    [
+        ({"kind": "math_verify"}, {"cut_off": "zero"}, {"box": "optional"}),
+        ({"kind": "exact_match", "pattern": "(.)"}, {"cut_off": "zero", "box": "optional"}, {"cut_off": "grade"}),
+        ({"function": "a:b"}, {"cut_off": "grade", "box": "optional"}, {"cut_off": "zero"}),
+        ({"function": {"a:b": 1.0, "oat": 1.0}}, {"box": "optional"}, {"cut_off": "grade"}),
+    ],
+)
+def test_rules_that_mean_the_same_are_equal(given: Any, same: dict[str, str], other: dict[str, str]) -> None:
+    """Values that are given, and those that auto has for the grader."""
+    auto, stated, another = (RewardConfig(**given, **more) for more in ({}, same, other))
+    assert auto.stated == stated.stated
+    assert auto.stated != another.stated
+    for name in auto.names:
+        rules = [rules_of(name, each.cut_off, each.box) for each in (auto, auto.stated)]
+        assert rules[0] == rules[1]
 
 
 def test_what_an_earlier_version_wrote_down_is_read(minimal: Path) -> None:

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from functools import wraps
 from typing import Any, Literal, NamedTuple
 
-from .base import NO_BOX, Grade, Grader, last_box
+from .base import NO_BOX, Grade, Grader, boxes
 
 # (text, answer, the row's columns, whether the response was cut off, whether the prompt asks for a box)
 Judge = Callable[..., Grade]
@@ -29,7 +29,7 @@ def rules_of(name: str, cut_off: str, box: str) -> Rules:
 
 
 def judge(name: str, grader: Grader, rules: Rules, require_think: bool) -> Judge:
-    """The grader, behind its rules. A reference that it cannot read is said of responses that break them, too."""
+    """The grader, behind its rules. Where it cannot read the reference, the verdict says so."""
 
     @wraps(grader)  # its note, too
     def verdict(text: str, answer: str, row: Mapping[str, Any], cut: bool = False, asked: bool = False) -> Grade:
@@ -38,7 +38,7 @@ def judge(name: str, grader: Grader, rules: Rules, require_think: bool) -> Judge
             _, thought, text = text.rpartition("</think>")
             broken = broken or (None if thought else _NO_THOUGHT)
         if rules.box == "required" or (rules.box == "asked" and asked):
-            broken = broken or (None if last_box(text) else NO_BOX)
+            broken = broken or (None if any(content for *_, content in boxes(text)) else NO_BOX)
         if broken is None:
             return grader(text, answer, row)
         of_nothing = broken if _is_function(name) else grader("", answer, row)
