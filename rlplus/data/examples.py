@@ -108,14 +108,12 @@ def read_examples(
     """
     report = LoadReport(config.max_prompt_length, max_demonstration_length)
     examples: list[Example] = []
-    # One int object for each id: long demonstrations of a large data set would fill gigabytes with copies.
-    shared: dict[int, int] = {}
+    shared: dict[int, int] = {}  # an int for each id: copies in long demonstrations would fill gigabytes
     parsed = _parse_rows(config, layout, wanted, teacher_template, shows_responses)
     rows, last, sizes = _naming_key(parsed, config, section), -1, (len(tokenizer), topk)
-    finals = {chat: demonstration_end(tokenizer, ends, chat=chat) for chat in (False, True)}
     while chunk := list(islice(rows, CHUNK)):
         prompts = encode_prompts([(r.where, r.prompt, r.tools) for r in chunk], tokenizer, config.response_prefix)
-        demonstrations = _encode_demonstrations(chunk, tokenizer, finals, {*ends, *finals.values()})
+        demonstrations = _encode_demonstrations(chunk, tokenizer, ends)
         shown = [(r.where, r.teacher_prompt, r.tools) for r in chunk if r.teacher_prompt is not None]
         teachers = iter(encode_prompts(shown, tokenizer, config.response_prefix, shows_responses))
         for row, prompt, demonstration in zip(chunk, prompts, demonstrations, strict=True):
@@ -290,15 +288,17 @@ def _shaped(config: DataConfig, text: str | None, answer: str | None) -> tuple[s
 
 
 def _encode_demonstrations(
-    chunk: Sequence[_Parsed], tokenizer: PreTrainedTokenizerBase, finals: Mapping[bool, int], ends: set[int]
+    chunk: Sequence[_Parsed], tokenizer: PreTrainedTokenizerBase, ends: Sequence[int]
 ) -> list[list[int] | None]:
-    """finals: the token added behind a plain prompt and behind chat messages, unless the text ends in one of `ends`."""
+    """Token ids with `demonstration_end`, unless the text has one of the ends already."""
+    finals = {chat: demonstration_end(tokenizer, ends, chat=chat) for chat in (False, True)}
+    known = {*ends, *finals.values()}
     texts = [row.demonstration for row in chunk if row.demonstration is not None]
     encoded = iter(tokenizer(texts, add_special_tokens=False).input_ids if texts else [])
     demonstrations: list[list[int] | None] = []
     for row in chunk:
         ids = None if row.demonstration is None else next(encoded)
-        if ids is not None and ends.isdisjoint(ids[-1:]):
+        if ids is not None and known.isdisjoint(ids[-1:]):
             ids = [*ids, finals[not isinstance(row.prompt, str)]]
         demonstrations.append(ids)
     return demonstrations

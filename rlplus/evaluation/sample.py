@@ -17,7 +17,7 @@ import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
 
 from rlplus.common import agree
-from rlplus.config import Config, EvaluationConfig, check_evaluation_files
+from rlplus.config import Config, EvaluationConfig, RolloutConfig, check_evaluation_files
 from rlplus.data import SAMPLES, Example, ends_text, find_ends, load_problems, load_tokenizer, response_text
 from rlplus.evaluation.asked import Asked, asked_of
 from rlplus.evaluation.output_folder import check_folder, held, others_in
@@ -225,13 +225,8 @@ def _evaluate_model(
     respond = make_respond(config.rollout.function, tokenizer, model_config.vocab_size, config.rollout.environment)
     with TemporaryDirectory() as folder, Scorers(config, config.evaluation) as scorers:
         write_pretrained(model_config, folder)
-        # Nothing trains beside it, so it is always in this process and awake; and samples from the whole vocabulary.
-        alone = {"mode": "colocated", "server_url": None, "sleep": False, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
-        alone["routing_replay"] = False  # nothing is recorded for a trainer
-        if config.rollout.engine == "sglang":  # always a server
-            alone |= {"engine": "auto", "weights_folder": None}
         engine = make_engine(
-            config.rollout.model_copy(update=alone),
+            _alone(config.rollout),
             str(path),
             dtype=config.model.dtype,
             max_model_len=config.max_evaluation_length,
@@ -257,6 +252,15 @@ def _evaluate_model(
             return {name: replace(one, model=asked[name]["model"], asked=asked[name]) for name, one in results.items()}
         finally:
             engine.close()
+
+
+def _alone(config: RolloutConfig) -> RolloutConfig:
+    """The engine where nothing trains beside it: in this process, awake, sampling from the whole vocabulary."""
+    changes = {"mode": "colocated", "server_url": None, "sleep": False, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
+    changes["routing_replay"] = False  # nothing is recorded for a trainer
+    if config.engine == "sglang":  # always a server
+        changes |= {"engine": "auto", "weights_folder": None}
+    return config.model_copy(update=changes)
 
 
 def _keep_in(

@@ -1,4 +1,4 @@
-"""What ends a response: found in the forms of published chat templates, named by a key, and taken by demonstrations."""
+"""The tokens that end a response: found in the forms of published templates, named by a key, in demonstrations."""
 
 import json
 from collections.abc import Sequence
