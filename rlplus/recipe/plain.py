@@ -60,7 +60,7 @@ class Recipe:
 
     learners: the models trained alongside the policy, by the names that the options give them; they are saved, restored
     and checked with the run.
-    policy: the model that the run trains; set before `build`.
+    policy: the model that the run trains; set before `build`. ends: the tokens that end its responses.
     fits_first: whether `fit` comes before `credit` instead of after the policy's updates.
     Options: the class of `options`, for a recipe that a configuration names as file.py:Class.
 
@@ -78,6 +78,7 @@ class Recipe:
     Options: ClassVar[type[RecipeOptions]] = RecipeOptions
     learners: Mapping[str, Learner] = {}
     policy: Policy
+    ends: Sequence[int] = ()
     fits_first = False
 
     def __init__(self, config: Config) -> None:

@@ -9,7 +9,7 @@ from transformers import PretrainedConfig
 
 from rlplus.algorithm import SelfDistill
 from rlplus.config import Config
-from rlplus.data import Sample, find_ends, load_tokenizer, with_response
+from rlplus.data import Sample, with_response
 from rlplus.learner import SelfTeacher
 from rlplus.loss import PolicyLoss
 from rlplus.recipe.plain import Batch, Update
@@ -32,8 +32,6 @@ class SelfDistillRecipe(DistillRecipe):
     def build(self, model_path: str, model_config: PretrainedConfig, pad_id: int) -> None:
         self.teacher = SelfTeacher(self.policy, self.options.teacher, self.options.teacher_update_rate)
         self.pad_id = pad_id
-        if self.options.shows_responses:
-            self.ends = find_ends(self.config.model, load_tokenizer(self.config.model, model_path), model_path)
 
     def collect(self, draw: Callable[[], Batch]) -> Batch:
         """The step's batch with the prompts of the teacher, where it has one."""
@@ -56,7 +54,7 @@ class SelfDistillRecipe(DistillRecipe):
             if other := next((one for one in groups.get(sample.group, ()) if one is not sample), None):
                 prompt, response = batch.examples[sample.group].teacher_prompt, [*other.response]
                 assert prompt is not None, "want the prompts of a teacher"
-                if response[-1] in self.ends:
+                if response and response[-1] in self.ends:
                     del response[-1]
                 sample.teacher_prompt = with_response(prompt, response)
 

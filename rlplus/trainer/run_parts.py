@@ -101,7 +101,7 @@ def _made(config: Config, resume: str | None, stack: ExitStack) -> Run:
     agree.phase("model")
     _start_tuning(config, model_config, folder, stack)
     policy = Policy(config, model_path, model_config, reference=recipe.algorithm.needs_reference)
-    recipe.policy = policy
+    recipe.policy, recipe.ends = policy, ends
     recipe.build(model_path, model_config, pad_id)
     learners: dict[str, Learner] = {"policy": policy} | dict(recipe.learners)
     _load_learners(learners, folder, stack)
