@@ -74,7 +74,7 @@ def _listed(params: object) -> list[dict[str, object]]:
 @pytest.mark.parametrize("special", [True, False])
 @pytest.mark.parametrize("sampled", [END_OF_TURN, EOS])
 def test_turns_of_an_environment_end_as_the_template_says(sampled: int, special: bool) -> None:
-    """What follows is what the template puts behind its own end; a turn that was cut gets that end."""
+    """The text that follows is the one behind the template's own end; a turn that was cut gets that end."""
     tokenizer = turn_tokenizer(CHATML.replace("im_end", "stop").replace("<|stop|>", "<end_of_turn>"), special=special)
     user = {"role": "user", "content": "guess"}
     prompt = tokenizer.apply_chat_template([user], add_generation_prompt=True, return_dict=False)
