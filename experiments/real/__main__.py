@@ -16,7 +16,7 @@ import yaml
 from rlplus.common.durable import write_text
 from rlplus.compare import Results
 
-from .figure import draw
+from .compared_figure import draw
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]

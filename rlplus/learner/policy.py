@@ -21,9 +21,9 @@ from rlplus.learner.learner import Learner, this_device
 from rlplus.learner.learning_rate import Optimization
 from rlplus.learner.packed_model import PackedModel
 from rlplus.learner.pretrained import load_model, write_model
-from rlplus.learner.rounding import widened
 from rlplus.learner.sequence import probe_batch
 from rlplus.learner.sharded_head import ShardedHead
+from rlplus.learner.widened import widened
 from rlplus.loss import Objective, PolicyLoss, TokenConstants, linear_logprob, linear_policy_loss, token_loss
 from rlplus.loss.backends.selection import Choice, choose
 from rlplus.rollout.engine_adapters import Adapters

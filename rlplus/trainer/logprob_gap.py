@@ -11,7 +11,7 @@ from rlplus.common import agree
 from rlplus.config import MAX_LOGPROB_GAPS, Config
 from rlplus.data import MicroBatch
 from rlplus.learner import Policy
-from rlplus.learner.rounding import wider
+from rlplus.learner.widened import wider
 
 ROUNDINGS = 3.0  # the gap of a right engine, which rounds for itself, is about 1.4 times the trainer's own rounding
 ONE_DTYPE = ("dtype", "scalar type")  # in torch's errors about a product of two dtypes

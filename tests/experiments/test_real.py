@@ -10,7 +10,7 @@ import pytest
 from comparisons import EXPERIMENTS
 
 from experiments.real import __main__ as real
-from experiments.real.figure import draw, pass_at_1
+from experiments.real.compared_figure import draw, pass_at_1
 from rlplus.compare import BASE, Results, Runner, load_comparison
 from rlplus.config import load_config
 from rlplus.data import byte_tokenizer

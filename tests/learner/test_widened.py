@@ -10,7 +10,7 @@ from torch import Tensor
 
 from rlplus.config import LoraConfig
 from rlplus.learner.adapters import add_adapters
-from rlplus.learner.rounding import widened
+from rlplus.learner.widened import widened
 from rlplus.loss.causal_lm import body_of
 
 CASES = [(family, changes) for family, changes, _ in FAMILIES if family != "Mamba"]
