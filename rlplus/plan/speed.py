@@ -12,7 +12,7 @@ MEMORY_EFFICIENCY = 0.6  # share of the memory's bandwidth, in decoding and in t
 LINK_EFFICIENCY = 0.7  # share of the bandwidth between GPUs, one direction. Assumed
 NETWORK = 50e9  # bytes per second of each GPU between nodes, 400 Gbit/s. Assumed
 PCIE = 20e9  # bytes per second to the host. Assumed
-LAUNCHES_S = 1.2e-3  # of a layer, for each token, by transformers: 7.4 s for 256 tokens of 24 layers on an H200
+LAUNCHES_S = 1.2e-3  # transformers' time for a layer and a token: 7.4 s for 256 tokens of 24 layers on an H200
 MAX_SEQUENCES = 256  # that vLLM runs at a time: its default
 
 ASSUMPTIONS = (
