@@ -193,6 +193,7 @@ def summary(runs: Iterable[Mapping[str, Any]], peak: float | None) -> dict[str, 
 def table(rows: Mapping[str, Mapping[str, float]]) -> str:
     """The summary, a column for each trainer."""
     forms = {"FLOP/s": ("update, GFLOP/s", 1e-9, ".1f"), "MFU": ("update, MFU %", 100.0, ".1f")}
+    forms["processor"] = ("processor's time, s", 1.0, ".3f")
     forms |= {f"{name}/s": (f"{name} tokens/s", 1.0, ".1f") for name in ("trained", "generated")}
     forms |= {name: (f"peak {name}, MB", 1e-6, ".0f") for name in ("resident", "allocated", "device_used")}
     lines = [f"{'':24}" + "".join(f"{name:>12}" for name in rows)]
