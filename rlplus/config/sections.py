@@ -100,7 +100,7 @@ class ModelConfig(Section):
     the tokenizer's."""
     end_tokens: Annotated[list[Text | NonNegative], Field(min_length=1)] | None = None
     """Tokens that end a response, as texts or ids. Demonstrations end in the first, if the chat template's and the
-    tokenizer's are not among them. None = those named by the chat template, generation_config.json and the tokenizer."""
+    tokenizer's are not among them. None = those that chat template, generation_config.json and tokenizer name."""
     overrides: dict[str, Any] = {}
     """Fields of the Hugging Face configuration."""
 
