@@ -44,7 +44,8 @@ def _mean(steps: Sequence[Mapping[str, Any]], name: str) -> float | None:
 def _of_engine(steps: Sequence[Mapping[str, Any]], settings: Mapping[str, Any]) -> Iterator[str]:
     gap = _mean(steps, "mismatch/mean")
     given, default = settings.get("rollout.max_logprob_gap"), MAX_LOGPROB_GAPS.get(settings.get("model.dtype", ""))
-    if gap is not None and (given or default) and gap > (NEAR_LIMIT * given if given else default):
+    limit = NEAR_LIMIT * given if given else default
+    if gap is not None and limit and gap > limit:
         stops = (
             f"the run stops at {given:.2g} (rollout.max_logprob_gap)" if given else "the run ends unless it is rounding"
         )
