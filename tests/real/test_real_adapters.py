@@ -79,7 +79,7 @@ def test_the_written_model_has_the_adapters_in_its_weights(adapted: Adapted) -> 
 
 
 def test_the_engine_has_the_adapters(adapted: Adapted) -> None:
-    """Its logprobs are those of the written model, within the model's own rounding, and not those of the base."""
+    """Its logprobs are the written model's within its own rounding, and not the base model's."""
     narrow, wide = (logprobs(load(adapted.written, dtype), adapted.texts) for dtype in ("bfloat16", "float32"))
     rounding, gap = (narrow - wide).abs().mean(), (adapted.engine - narrow).abs().mean()
     stale = (adapted.engine - logprobs(load(adapted.model, "bfloat16"), adapted.texts)).abs().mean()

@@ -14,7 +14,7 @@ from rlplus.trainer import open_run
 from rlplus.trainer.step import Step
 
 pytestmark = [pytest.mark.slow, pytest.mark.vllm]
-NAMES = [  # of every kind of parameter, from the first layer to the last; the embedding is the head, too
+NAMES = [  # every kind of parameter, from the first layer to the last; the embedding is the head, too
     "model.embed_tokens.weight",
     "model.layers.0.self_attn.q_proj.weight",
     "model.layers.0.input_layernorm.weight",
@@ -120,7 +120,7 @@ def test_the_update_is_adamws_first(stepped: Stepped, smollm2: str) -> None:
 
 
 def test_vllm_has_the_new_weights(stepped: Stepped, smollm2: str) -> None:
-    """In fp32 the mean gap is below a hundredth of that to the weights before the update."""
+    """In fp32 the mean gap is below a hundredth of the gap to the weights before the update."""
     lm = load(smollm2, "float32")
     old = logprobs(lm, stepped.texts)
     lm.load_state_dict(stepped.weights, strict=False)

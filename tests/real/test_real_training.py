@@ -110,7 +110,7 @@ def test_a_resumed_run_has_the_same_bits(folder: Path, resumed: Resumed) -> None
 
 
 def test_the_engine_has_the_weights_of_the_last_push(folder: Path, base: Any, resumed: Resumed) -> None:
-    """Its logprobs are those of the written model, within the model's own rounding, and not those of the old one."""
+    """Its logprobs are the written model's within its own rounding, and not the old model's."""
     model = folder / "whole/model"
     new, wide = (logprobs(load(model, dtype), resumed.texts) for dtype in ("bfloat16", "float32"))
     rounding, gap = (new - wide).abs().mean(), (resumed.engine - new).abs().mean()
