@@ -19,7 +19,7 @@ from rlplus.data import Example, find_ends, load_examples, load_tokenizer, respo
 pytestmark = pytest.mark.slow
 BOXED = "Please reason step by step, and put your final answer within \\boxed{}."
 TURN = "<|im_end|>"
-ENDS = {SMOLLM2: 2, QWEN: 151645}  # the id of TURN
+ENDS = {SMOLLM2: 2, QWEN: 151645}  # the ids of the tokens that end a turn
 NATS = 1.3  # a token of a solution, at most: 1.08 and 1.10 were found
 SHAPES = {SMOLLM2: (30, 3, 64), QWEN: (24, 2, 64)}  # layers, heads of keys and values, and their size
 
