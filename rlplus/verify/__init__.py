@@ -19,7 +19,7 @@ from rlplus.trainer import Interrupted, Run, open_run
 from rlplus.trainer.run_folder import config_in
 from rlplus.trainer.stop import StepGivenUp
 from rlplus.verify.errors_table import Row, compare_computed, compare_constants
-from rlplus.verify.float64 import Constants, Loss, advantages, constants_of, with_reference
+from rlplus.verify.float64 import Constants, Loss, advantages, constants_of, logprob_and_entropy
 from rlplus.verify.taken import Accumulated, Taken, accumulate, take
 
 __all__ = ["Row", "Verification", "verify_run"]
@@ -30,11 +30,12 @@ class Verification:
     """The comparison of one step. rows: in the order of the computation, so that the first wrong one is a cause.
 
     step: the one that was taken, from the checkpoint of the step before. sequences: compared, and of the update.
-    notes: what was not compared.
+    dtype: the run's and the plain model's. notes: what was not compared.
     """
 
     step: int
     sequences: tuple[int, int]
+    dtype: str
     rows: list[Row]
     notes: list[str]
 
@@ -167,27 +168,25 @@ def _notes(run: Run) -> list[str]:
 
 def _compare(prepared: _Prepared, place: Path, *, sequences: int, step: int) -> Verification:
     """Recompute what the trainer computed, in float64 and, as the yardstick, by a plain model in the run's dtype."""
-    config, computed = prepared.config, prepared.computed
-    algorithm = prepared.taken.update.algorithm
-    loss = Loss(algorithm, config.knows_behavior, off_policy=config.stale)
-    indices = [*prepared.constants]
-    if algorithm.selects_tokens:
-        constants = {i: _selected(c, computed.kept.get(i)) for i, c in prepared.constants.items()}
-    else:
-        constants = prepared.constants
-    exact, plain = (_load(prepared, place, dtype) for dtype in ("float64", config.model.dtype))
-    pairs = {i: (c, c) for i, c in constants.items()}
-    if algorithm.objective.kl_coef:
-        temperature = config.rollout.temperature
-        references = [with_reference(list(constants.values()), lm, temperature) for lm in (exact, plain)]
-        pairs = dict(zip(indices, zip(*references, strict=True), strict=True))
-    for lm in (exact, plain):
+    config, computed, update = prepared.config, prepared.computed, prepared.taken.update
+    loss = Loss(update.algorithm, config.knows_behavior, off_policy=config.stale)
+    constants = prepared.constants
+    if update.algorithm.selects_tokens:
+        constants = {i: _selected(c, computed.own[i].kept if i in computed.own else None) for i, c in constants.items()}
+    models = tuple(_load(prepared, place, dtype) for dtype in ("float64", config.model.dtype))
+    references = {}
+    if update.algorithm.objective.kl_coef:
+        references = {i: [_logprob(lm, c, config) for lm in models] for i, c in constants.items()}
+    for lm in models:
         _set_weights(lm, computed.weights)
-    rows, near = compare_computed(exact, plain, pairs, computed, loss, config.rollout.temperature)
-    notes = [*prepared.notes]
-    if near:
-        notes.append(f"the side of a bound of its ratio on which a token is: rounding moved {near} over it")
-    return Verification(step, (len(indices), sequences), [*prepared.rows, *rows], notes)
+    rows = compare_computed(models, constants, references, computed, loss, config.rollout.temperature)
+    compared = len(constants), len(update.samples)
+    return Verification(step, compared, config.model.dtype, [*prepared.rows, *rows], prepared.notes)
+
+
+@torch.no_grad()
+def _logprob(lm: PreTrainedModel, c: Constants, config: Config) -> Tensor:
+    return logprob_and_entropy(lm, c.sample, config.rollout.temperature)[0].double()
 
 
 def _selected(c: Constants, kept: Tensor | None) -> Constants:

@@ -4,7 +4,7 @@ Nothing of the trainer is used here: only samples, `rlplus.loss` and the model's
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import chain
 from typing import NamedTuple
 
@@ -22,7 +22,6 @@ from rlplus.loss import (
     batch_advantages,
     group_advantages,
     policy_loss,
-    token_loss,
     token_weights,
 )
 
@@ -43,7 +42,6 @@ class Constants:
     trained: Tensor
     engine: Tensor
     behavior: Tensor
-    ref: Tensor | None = None
 
     def has_loss(self, objective: Objective) -> bool:
         """Whether any token can have a gradient."""
@@ -135,6 +133,20 @@ def _dropped(kept: KeptSets, vocabulary: int) -> Tensor:
     return dropped
 
 
+class Own(NamedTuple):
+    """The trainer's values of a sequence's T response tokens, each (T,) or None, which its loss depends on.
+
+    logprob, entropy: of the update's forward pass. before: logprobs of a pass before it, if there was one. ref: under
+    the frozen reference. kept: whether `top_entropy` or `external_top_entropy` left a token its surrogate.
+    """
+
+    logprob: Tensor
+    entropy: Tensor
+    before: Tensor | None = None
+    ref: Tensor | None = None
+    kept: Tensor | None = None
+
+
 @dataclass(frozen=True)
 class Loss:
     """The loss of sequences. off_policy: their old_logprob is the engine's, of older policies (`Config.stale`).
@@ -146,84 +158,73 @@ class Loss:
     knows_behavior: bool
     off_policy: bool
 
-    def __call__(
-        self, logprob: Tensor, entropy: Tensor, c: Constants, trainer: Tensor | None
-    ) -> tuple[Tensor, dict[str, Tensor], int]:
-        """-> the differentiable loss () of a sequence, its statistics, and the number of tokens near a bound.
+    def __call__(self, logprob: Tensor, entropy: Tensor, c: Constants, own: Own) -> tuple[Tensor, float]:
+        """-> the loss () of a sequence, differentiable in logprob and entropy, and the sum of its absolute terms.
 
-        trainer: the trainer's logprobs (T,), if it has any. Rounding may put a token on the other side of a bound of
-        its ratio, where the gradient jumps to 0: such a token is evaluated at the trainer's logprob.
+        It is evaluated at the trainer's values, so its slopes are the trainer's on either side of a bound, and it
+        differs from the trainer's loss by the rounding of the loss's own arithmetic, in which no model's is left.
         """
-        objective, own = self.algorithm.objective, logprob.detach()
-        theirs = own if trainer is None else trainer.to(own)
-        surrogate = replace(objective, kl_coef=0.0)  # the KL term has no bound
-        silent = [
-            token_loss(x, entropy.detach(), self._constants(x, c), surrogate).dlogprob == 0 for x in (own, theirs)
-        ]
-        near = silent[0] != silent[1]
-        moved = logprob + torch.where(near, theirs - own, 0.0)
-        constants = self._constants(moved.detach(), c)
-        loss, stats = policy_loss(moved, entropy=entropy, objective=objective, **constants._asdict())
-        return loss, stats, int(near.sum())
+        found = (logprob, own.logprob), (entropy, own.entropy)
+        moved = [x.double() + (value.double() - x.detach().double()) for x, value in found]
+        constants = self._constants(c, own)._asdict()
+        objective = self.algorithm.objective
+        loss, _ = policy_loss(moved[0], entropy=moved[1], objective=objective, **constants)
+        constants |= {"advantage": c.advantage.abs()}  # so that no two terms cancel
+        _, stats = policy_loss(moved[0].detach(), entropy=moved[1].detach(), objective=objective, **constants)
+        return loss, sum(abs(float(value)) for name, value in stats.items() if name.startswith("loss_"))
 
-    def _constants(self, logprob: Tensor, c: Constants) -> TokenConstants:
-        a, objective = self.algorithm, self.algorithm.objective
-        own = c.trained & ~c.external
-        old = c.engine.to(logprob).where(~c.engine.isnan(), logprob) if self.off_policy else None
-        engine = None
-        if objective.mismatch_cap is not None:
-            start = logprob if old is None else old
-            gap = start - c.engine.to(logprob)
+    def _constants(self, c: Constants, own: Own) -> TokenConstants:
+        a, cap, sampled = self.algorithm, self.algorithm.objective.mismatch_cap, c.trained & ~c.external
+        now, given = own.logprob.double(), None if own.before is None else own.before.double()
+        before, old, engine = now if given is None else given, None, None
+        if self.off_policy:
+            old = c.engine.where(~c.engine.isnan(), before)
+        elif a.ratio_level == "sequence" or a.mismatch_level != "token":
+            old = given
+        if cap is not None:
+            gap = (now if old is None else old) - c.engine
             if a.mismatch_level != "token":
-                gap = (gap[own].mean() if a.mismatch_level == "geometric" else gap[own].sum()).expand_as(gap)
+                gap = (gap[sampled].mean() if a.mismatch_level == "geometric" else gap[sampled].sum()).expand_as(gap)
             engine = gap
         if a.ratio_level == "sequence" and old is not None:
-            ratio = (logprob - old)[own].mean()
-            old = torch.where(c.external, old, logprob - ratio)  # exp(logprob - old) is the sequence's ratio
+            ratio = (before - old)[sampled].mean()
+            old = torch.where(c.external, old, before - ratio)  # exp(logprob - old) is the sequence's ratio
         if engine is not None:
-            engine = ((logprob if old is None else old) - engine).masked_fill(c.external, torch.nan)
+            engine = ((now if old is None else old) - engine).masked_fill(c.external, torch.nan)
         return TokenConstants(
-            c.advantage.to(logprob),
-            c.weight.to(logprob),
+            c.advantage,
+            c.weight,
             c.external,
             old_logprob=old,
-            behavior_logprob=c.behavior.to(logprob) if self.knows_behavior else None,
-            ref_logprob=None if c.ref is None else c.ref.to(logprob),
+            behavior_logprob=c.behavior if self.knows_behavior else None,
+            ref_logprob=own.ref if own.ref is None else own.ref.double(),
             engine_logprob=engine,
-            entropy_weight=c.entropy_weight.to(logprob),
+            entropy_weight=c.entropy_weight,
         )
-
-
-def with_reference(constants: Sequence[Constants], lm: PreTrainedModel, temperature: float) -> list[Constants]:
-    """The constants with logprobs under `lm`."""
-    with torch.no_grad():
-        return [replace(c, ref=logprob_and_entropy(lm, c.sample, temperature)[0].double()) for c in constants]
 
 
 class Computed(NamedTuple):
     """Results of one sequence, in float64.
 
-    logprob, entropy (T,), and the loss's slopes by them (T,); losses: the parts of the loss, in the order of its
-    statistics; gradients: by parameter; near: tokens near a bound of their ratio, see `Loss`.
+    logprob, entropy (T,): the model's. loss: at the trainer's values, and its `terms`: the sum of their absolute values
+    and of the logprobs', with one more for differences of them, times the slopes. gradients: by parameter.
     """
 
     logprob: Tensor
     entropy: Tensor
-    slopes: tuple[Tensor, Tensor]
-    losses: Tensor
+    loss: float
+    terms: float
     gradients: dict[str, Tensor]
-    near: int
 
 
-def compute(lm: PreTrainedModel, c: Constants, trainer: Tensor | None, loss: Loss, temperature: float) -> Computed:
+def compute(lm: PreTrainedModel, c: Constants, own: Own, loss: Loss, temperature: float) -> Computed:
     """The loss of a sequence under the model, and the gradients of its parameters."""
     logprob, entropy = logprob_and_entropy(lm, c.sample, temperature)
-    total, stats, near = loss(logprob, entropy, c, trainer)
+    total, terms = loss(logprob, entropy, c, own)
     parameters = {name: p for name, p in lm.named_parameters() if p.requires_grad}
-    inputs = [logprob, entropy, *parameters.values()]
+    inputs = [logprob, *parameters.values()]
     found = torch.autograd.grad(total, inputs, allow_unused=True)
-    filled = [torch.zeros_like(x) if g is None else g for x, g in zip(inputs, found, strict=True)]
-    slope, entropy_slope, *grads = (g.double() for g in filled)
-    parts = torch.stack([value.double() for name, value in stats.items() if name.startswith("loss_")])
-    own = logprob.detach().double(), entropy.detach().double()
-    return Computed(*own, (slope, entropy_slope), parts, dict(zip(parameters, grads, strict=True)), near)
+    slope, *grads = (torch.zeros_like(x) if g is None else g.double() for x, g in zip(inputs, found, strict=True))
+    terms += float((slope.abs() * (1 + own.logprob.abs())).sum())
+    gradients = dict(zip(parameters, grads, strict=True))
+    return Computed(logprob.detach().double(), entropy.detach().double(), total.item(), terms, gradients)

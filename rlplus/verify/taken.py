@@ -10,12 +10,14 @@ import torch
 from deepspeed.utils import safe_get_full_grad
 from torch import Tensor
 
+from rlplus.algorithm import Algorithm
 from rlplus.data import MicroBatch, Sample, per_token
 from rlplus.learner import has_gradient
 from rlplus.loss import PolicyLoss
 from rlplus.recipe import Batch, Update
 from rlplus.trainer import Run
 from rlplus.trainer.step import Step
+from rlplus.verify.float64 import Own
 
 
 class Place(NamedTuple):
@@ -47,14 +49,10 @@ class Taken:
 class Accumulated:
     """The trainer's results for some samples.
 
-    logprobs, references, kept (T,) by index of the sample: under the policy, under the frozen reference if there is
-    one, and whether `top_entropy` or `external_top_entropy` left a token its surrogate. gradients: by parameter.
-    weights: the policy's.
+    own: by index of the sample. gradients: by parameter. weights: the policy's.
     """
 
-    logprobs: dict[int, Tensor]
-    references: dict[int, Tensor]
-    kept: dict[int, Tensor]
+    own: dict[int, Own]
     loss: float
     gradients: dict[str, Tensor]
     weights: dict[str, Tensor]
@@ -117,41 +115,43 @@ def accumulate(run: Run, taken: Taken, chosen: Sequence[int]) -> Accumulated:
     """Run the update's forward and backward passes with weights for the chosen samples only, in the same rows."""
     step, micro_batches = taken.step, taken.micro_batches
     places = {index: taken.places[index] for index in chosen if index in taken.places}
-    step.remember([(taken.update, micro_batches)])
     seen: list[MicroBatch] = []
-    real = run.policy.accumulate
+    before: dict[int, Tensor] = {}  # by number of the micro-batch
+    policy, forward_backward, statistics = run.policy, run.policy.accumulate, run.policy.statistics
 
     def restricted(batches: Sequence[MicroBatch], *args: Any, **kwargs: Any) -> list[PolicyLoss]:
         seen.extend(batches)
-        own = [[p.entries for p in places.values() if p.batch == number] for number in range(len(batches))]
-        parts = [_only(batch, entries) for batch, entries in zip(batches, own, strict=True)]
-        return real(parts, *args, **kwargs)
+        entries = [[p.entries for p in places.values() if p.batch == number] for number in range(len(batches))]
+        parts = [_only(batch, on) for batch, on in zip(batches, entries, strict=True)]
+        return forward_backward(parts, *args, **kwargs)
 
-    run.policy.accumulate = restricted  # type: ignore[method-assign]
+    def recorded(batch: MicroBatch) -> tuple[Tensor, Tensor]:
+        found = statistics(batch)
+        before.update((number, found[0]) for number, known in enumerate(micro_batches) if known is batch)
+        return found
+
+    policy.accumulate, policy.statistics = restricted, recorded  # type: ignore[method-assign]
+    step.remember([(taken.update, micro_batches)])
     outputs = step.accumulate(taken.update, micro_batches)
-
-    def of(values: Sequence[Tensor | None]) -> dict[int, Tensor]:
-        given = ((index, values[p.batch], p.entries) for index, p in places.items() if p.batch < len(values))
-        return {index: value[entries].detach().cpu() for index, value, entries in given if value is not None}
-
-    a = taken.update.algorithm
-    whole = {kind for kind, share in ((False, a.top_entropy), (True, a.external_top_entropy)) if share == 1}
-    kept = [
-        (b.advantage != 0) | torch.tensor([*map(whole.__contains__, b.external.tolist())], device=b.advantage.device)
-        for b in seen
-    ]
-    parameters = dict(run.policy.engine.module.lm.named_parameters())
+    left = [_left(batch, taken.update.algorithm) for batch in seen]
+    own = {}
+    for index, (number, _, entries) in places.items():
+        if number < len(outputs):
+            out, values = outputs[number], (before.get(number), seen[number].ref_logprob, left[number])
+            chosen_values = (None if value is None else value[entries].cpu() for value in values)
+            own[index] = Own(out.logprob[entries].cpu(), out.entropy[entries].cpu(), *chosen_values)
+    parameters = dict(policy.engine.module.lm.named_parameters())
     with deepspeed.zero.GatheredParameters([*parameters.values()]):
         weights = {name: p.detach().cpu().clone() for name, p in parameters.items()}
     trained = {name: safe_get_full_grad(p) for name, p in parameters.items() if p.requires_grad}
-    return Accumulated(
-        of([out.logprob for out in outputs]),
-        of([batch.ref_logprob for batch in seen]),
-        of(kept),
-        float(sum(out.loss.double() for out in outputs)),
-        {name: g.detach().cpu() for name, g in trained.items()},
-        weights,
-    )
+    loss = float(sum(out.loss.double() for out in outputs))
+    return Accumulated(own, loss, {name: g.detach().cpu() for name, g in trained.items()}, weights)
+
+
+def _left(batch: MicroBatch, algorithm: Algorithm) -> Tensor:
+    """(N,) bool: whether the shares of tokens with the highest entropies left a token its surrogate."""
+    whole = algorithm.external_top_entropy == 1, algorithm.top_entropy == 1
+    return (batch.advantage != 0) | torch.where(batch.external, *whole)
 
 
 def _only(batch: MicroBatch, entries: Sequence[Tensor]) -> MicroBatch:
