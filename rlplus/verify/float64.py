@@ -164,14 +164,17 @@ class Loss:
         It is evaluated at the trainer's values, so its slopes are the trainer's on either side of a bound, and it
         differs from the trainer's loss by the rounding of the loss's own arithmetic, in which no model's is left.
         """
-        found = (logprob, own.logprob), (entropy, own.entropy)
-        moved = [x.double() + (value.double() - x.detach().double()) for x, value in found]
-        constants = self._constants(c, own)._asdict()
-        objective = self.algorithm.objective
-        loss, _ = policy_loss(moved[0], entropy=moved[1], objective=objective, **constants)
-        constants |= {"advantage": c.advantage.abs()}  # so that no two terms cancel
-        _, stats = policy_loss(moved[0].detach(), entropy=moved[1].detach(), objective=objective, **constants)
-        return loss, sum(abs(float(value)) for name, value in stats.items() if name.startswith("loss_"))
+        logprob, entropy = _moved(logprob, own.logprob), _moved(entropy, own.entropy)
+        constants = self._constants(c, own)
+        parts = [
+            self._at(logprob.detach(), entropy.detach(), _where(on, constants))[1]
+            for on in (c.advantage < 0, c.advantage >= 0)  # in each of which no two terms cancel
+        ]
+        terms = (abs(float(x)) for stats in parts for name, x in stats.items() if name.startswith("loss_"))
+        return self._at(logprob, entropy, constants)[0], sum(terms)
+
+    def _at(self, logprob: Tensor, entropy: Tensor, constants: TokenConstants) -> tuple[Tensor, dict[str, Tensor]]:
+        return policy_loss(logprob, entropy=entropy, objective=self.algorithm.objective, **constants._asdict())
 
     def _constants(self, c: Constants, own: Own) -> TokenConstants:
         a, cap, sampled = self.algorithm, self.algorithm.objective.mismatch_cap, c.trained & ~c.external
@@ -201,6 +204,20 @@ class Loss:
             engine_logprob=engine,
             entropy_weight=c.entropy_weight,
         )
+
+
+def _moved(value: Tensor, to: Tensor) -> Tensor:
+    """`to`, in float64, with the gradient of `value`."""
+    return value.double() + (to.double() - value.detach().double())
+
+
+def _where(on: Tensor, constants: TokenConstants) -> TokenConstants:
+    """The constants with weights for these tokens alone."""
+    bonus = constants.entropy_weight
+    return constants._replace(
+        token_weight=constants.token_weight.where(on, 0.0),
+        entropy_weight=None if bonus is None else bonus.where(on, 0.0),
+    )
 
 
 class Computed(NamedTuple):

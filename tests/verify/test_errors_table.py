@@ -1,14 +1,22 @@
 """Bounds of `rlplus verify` on errors with the tail that bf16 has: right runs are right, and faults are found."""
 
+import io
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
+from rich.console import Console
 from torch import Tensor
 
+from rlplus.algorithm import ALGORITHMS
+from rlplus.data import Sample
+from rlplus.verify import Verification
 from rlplus.verify.errors_table import TOGETHER, Row, _gradient_rows, _Sum, _Tokens
+from rlplus.verify.float64 import Constants, Loss, Own
 from rlplus.verify.taken import Accumulated
+from rlplus.verify.verify_text import SHOWN, show
 
 LAYERS = 30
 
@@ -35,7 +43,7 @@ def wrong(trainer: Tensor | None, plain: Tensor) -> list[str]:
     return [row.quantity.removeprefix("logprob, ") for row in rows(trainer, plain) if not row.right]
 
 
-@pytest.mark.parametrize("n", [128, 512, 16384])
+@pytest.mark.parametrize("n", [128, 512, 4096])
 def test_errors_with_a_heavy_tail_are_right_however_they_fall(n):
     """Twice the plain model's largest error, the bound of a light tail, would be passed by one run in ten."""
     beyond = 0
@@ -108,7 +116,7 @@ class Gradients:
 def test_a_gradient_of_few_elements_is_bounded_by_its_kind_too():
     """Three elements, whose errors are by chance tiny in the plain model and not in the trainer."""
     beyond = 0
-    for seed in range(300):
+    for seed in range(100):
         gradients = Gradients(seed)
         assert not gradients.wrong()
         distance = {
@@ -116,7 +124,7 @@ def test_a_gradient_of_few_elements_is_bounded_by_its_kind_too():
             for name, exact in gradients.exact.items()
         }
         beyond += any(error > 3 * plain for error, plain in distance.values())
-    assert beyond > 150
+    assert beyond > 50
 
 
 def test_a_wrong_gradient_of_one_parameter_is_found():
@@ -127,3 +135,49 @@ def test_a_wrong_gradient_of_one_parameter_is_found():
     gradients = Gradients(2)
     gradients.trainer = {name: 1.2 * g for name, g in gradients.trainer.items()}
     assert gradients.wrong()[0] == TOGETHER
+
+
+def test_terms_that_cancel_in_the_loss_count_in_its_bound():
+    """Clipped tokens with advantages of both signs: the loss is 0, so are its slopes, and its terms are not."""
+    none, on = torch.full((4,), torch.nan, dtype=torch.float64), torch.ones(4, dtype=torch.bool)
+    advantage, old = torch.tensor([1.0, -1.2 / 0.8, 1.0, -1.2 / 0.8]).double(), torch.full((4,), -1.0).double()
+    weight = torch.full((4,), 0.25, dtype=torch.float64)
+    c = Constants(
+        Sample([1], [2] * 4, group=0, external=False, truncated=False, engine_logprob=old.tolist()),
+        advantage,
+        weight,
+        weight,
+        ~on,
+        on,
+        old,
+        none,
+    )
+    moved = torch.where(advantage > 0, old + 1, old - 1)
+    logprob, entropy = torch.full((4,), -3.0, requires_grad=True), torch.zeros(4)
+    objective = replace(ALGORITHMS["grpo"].objective, clip_high=0.2, kl_coef=0.0)
+    algorithm = replace(ALGORITHMS["grpo"], objective=objective)
+    loss, terms = Loss(algorithm, False, off_policy=True)(logprob, entropy, c, Own(moved, entropy))
+    assert loss.item() == pytest.approx(0.0, abs=1e-12)
+    assert not torch.autograd.grad(loss, logprob)[0].any()
+    assert terms == pytest.approx(1.2)
+
+
+def shown(rows: list[Row]) -> str:
+    file = io.StringIO()
+    show(Verification(3, (4, 16), "bfloat16", rows, []), Console(file=file, width=120))
+    return file.getvalue()
+
+
+def test_of_the_gradients_all_wrong_ones_are_printed_and_the_nearest_right_ones():
+    """In the table's order; every other quantity has its row whatever its error."""
+    errors = [*(2.0 + i / 100 for i in range(SHOWN + 4)), *(i / 100 for i in range(SHOWN + 3))]
+    rows = [Row("loss", 0.0, 1.0, ""), Row(TOGETHER, 0.0, 1.0, "")]
+    rows += [Row(f"gradient of w{i}.", error, 1.0, "of its norm", 0.5) for i, error in enumerate(errors)]
+    out = shown(rows)
+    lines = [line for line in out.splitlines() if "│ gradient of w" in line]
+    left_out = range(SHOWN + 4, SHOWN + 7)  # the right ones with the smallest errors
+    assert [line.split()[3] for line in lines] == [f"w{i}." for i in range(len(errors)) if i not in left_out]
+    assert sum("WRONG" in line for line in lines) == SHOWN + 4
+    assert "\n3 more parameters have gradients within their bounds" in out
+    assert "loss" in out
+    assert TOGETHER in out

@@ -226,6 +226,9 @@ CASES: dict[str, dict[str, Any]] = {
         "rollout": KEPT,
         "train": {"steps": 1, "lr": 1e-2},
     },
+    "sequences' mismatch": {
+        "algorithm": {"preset": "grpo", "mismatch_level": "sequence", "objective": {"mismatch_cap": 2.0}}
+    },
 }
 SLOW: dict[str, dict[str, Any]] = {
     "LoRA, ZeRO-3": {
@@ -241,9 +244,6 @@ SLOW: dict[str, dict[str, Any]] = {
         "train": {"overlap": 1, "steps": 3, "lr": 1e-2},
     },
     "bf16, ZeRO-2": {"model": model("bfloat16"), "train": {"zero_stage": 2}},
-    "sequences' mismatch": {
-        "algorithm": {"preset": "grpo", "mismatch_level": "sequence", "objective": {"mismatch_cap": 2.0}}
-    },
     "refilled, shaped": {"algorithm": {"preset": "dapo"}},
     "kept tokens, replayed": {
         "algorithm": {"preset": "exgrpo", "recipe": {"start": 0.0}},
@@ -283,7 +283,10 @@ def verified(folder: Path, monkeypatch: pytest.MonkeyPatch, **sections: Any) -> 
 
 @pytest.mark.parametrize("name", [*CASES, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
 def test_recipes_and_options_verify(tmp_path, monkeypatch, name):
-    assert not verified(tmp_path, monkeypatch, **(CASES | SLOW)[name]).notes
+    verification = verified(tmp_path, monkeypatch, **(CASES | SLOW)[name])
+    assert not verification.notes
+    asked_before = any("before the update" in row.quantity for row in verification.rows)
+    assert asked_before == ("sequences'" in name or "ahead" in name)
 
 
 @pytest.mark.slow
