@@ -294,7 +294,7 @@ def _token_loss_kernel(
     tl.store(value + DENTROPY, dentropy, here)
 
     p = tl.exp(logprob)
-    log_ratio = logprob - old if OLD else tl.zeros_like(p)
+    log_ratio = logprob - old
     one = tl.full((BLOCK_N,), 1.0, tl.float32)
     terms = (
         tl.where(on, one, 0.0),

@@ -57,7 +57,7 @@ def loss(inputs: LossInputs, objective: str = "rlplus", **changes: Any) -> LossO
         inputs.trainer_logprobs,
         old_logprob=inputs.inference_logprobs,
         advantage=inputs.advantages,
-        token_weight=mask.float() if weight is None else mask * weight.abs(),
+        token_weight=(mask if weight is None else mask * weight.abs()).float(),
         external=None if weight is None else weight < 0,
         objective=chosen,
     )

@@ -10,7 +10,7 @@ from rlplus.loss.backends import reference
 from rlplus.loss.backends.selection import backend_for, is_automatic, resolve_backend
 from rlplus.loss.divergence import beta_of, check_topk
 from rlplus.loss.head import Head
-from rlplus.loss.inputs import check_tensor, describe
+from rlplus.loss.inputs import check_tensor, check_weight, describe
 from rlplus.loss.operations import bytes_of_scratch, check_plain, make_head
 
 BACKENDS = ("reference", *library.DIVERGENCES)
@@ -182,11 +182,8 @@ def _teacher(
 
 
 def _weights(token_weight: Any, hidden: Tensor, dtype: torch.dtype) -> Tensor:
-    """(N,) in the dtype of the logits; integers and bools are converted."""
-    value = token_weight
-    if isinstance(value, Tensor) and not value.is_floating_point() and not value.is_complex():
-        value = value.to(dtype)
-    check_tensor("token_weight", value, (hidden.shape[:-1], hidden.device))
+    """(N,) in the dtype of the logits."""
+    value = check_weight("token_weight", token_weight, (hidden.shape[:-1], hidden.device))
     return value.detach().reshape(-1).to(dtype)
 
 

@@ -33,7 +33,15 @@ def check_tensor(
 
 
 ROUNDING = 0.1  # nats by which a logprob of half-precision logits may exceed 0
-WEIGHTS = ("advantage", "token_weight", "entropy_weight")  # may also be integers or bools
+WEIGHTS = ("token_weight", "entropy_weight")
+
+
+def check_weight(name: str, value: object, like: tuple[torch.Size, torch.device]) -> Tensor:
+    """`check_tensor` of a token's weights: a mask is none, since each of its tokens would count as a whole batch."""
+    if isinstance(value, Tensor) and not value.is_floating_point() and not value.is_complex():
+        got = describe(value)
+        raise ValueError(f"want {name} floating, as rlplus.token_weights(mask) returns it for a mask; got {got}")
+    return check_tensor(name, value, like)
 
 
 def expand_advantage(value: Any, shape: torch.Size) -> Any:
@@ -47,7 +55,7 @@ def _number(name: str, value: object, dtype: torch.dtype) -> object:
     """Convert integers and bools, where they are allowed, to the given dtype."""
     if not isinstance(value, Tensor) or value.is_floating_point() or value.is_complex():
         return value
-    return value != 0 if name == "external" else value.to(dtype) if name in WEIGHTS else value
+    return value != 0 if name == "external" else value.to(dtype) if name == "advantage" else value
 
 
 def objective_of(given: object) -> Objective:
@@ -79,8 +87,13 @@ def check_constants(
             flat[name] = None
             continue
         value = expand_advantage(given, shape) if name == "advantage" else given
-        kind, value = torch.bool if name == "external" else None, _number(name, value, dtype)
-        flat[name] = check_tensor(name, value, (shape, device), dtype=kind).detach().reshape(-1).to(kind or dtype)
+        like = (shape, device)
+        if name in WEIGHTS:
+            flat[name] = check_weight(name, value, like).detach().reshape(-1).to(dtype)
+            continue
+        kind = torch.bool if name == "external" else None
+        value = check_tensor(name, _number(name, value, dtype), like, dtype=kind)
+        flat[name] = value.detach().reshape(-1).to(kind or dtype)
     return TokenConstants(**flat)  # type: ignore[arg-type]
 
 

@@ -76,8 +76,8 @@ def linear_policy_loss(
     tensor, 0-d or one per token (...), used in fp32 (fp64) and without a gradient. Logits are accumulated and kept in
     fp32 (fp64 for fp64 inputs), whatever autocast and torch.backends say about TF32: products of fp32 matrices have
     full precision during the call, in all threads.
-    Per token (...): logprobs floating; advantage and weights floating, integer or bool; external bool or integer, or
-    None if no token is. advantage may be one per sequence, (..., 1) or (...) without the last axis.
+    Per token (...): logprobs floating; weights floating; advantage floating, integer or bool; external bool or integer,
+    or None if no token is. advantage may be one per sequence, (..., 1) or (...) without the last axis.
     loss = sum of token_weight * token loss, see `token_weights`.
       old_logprob        under the policy that sampled; None = the current policy (one update per batch)
       behavior_logprob   under the demonstrations' author, when known
@@ -279,7 +279,7 @@ def make_head(
     """
     weight, bias, group_name = _own_rows(weight, bias, group)
     check_plain(hidden=hidden, weight=weight, target=target, bias=bias)
-    tensors = all(isinstance(t, Tensor) for t in (hidden, weight, target))
+    tensors = isinstance(hidden, Tensor) and isinstance(weight, Tensor)
     some = tensors and (weight.numel() > 0 or (group_name and weight.ndim == 2 and weight.shape[1] > 0))
     if not some or hidden.ndim < 1 or weight.ndim != 2 or hidden.shape[-1] != weight.shape[1]:
         raise ValueError(
@@ -290,7 +290,8 @@ def make_head(
             "want hidden and weight of bf16, fp16, fp32 or fp64 and of one device; "
             f"got {describe(hidden)}, {describe(weight)}"
         )
-    target = target.long() if target.dtype == torch.int32 else target
+    if isinstance(target, Tensor) and target.dtype == torch.int32:
+        target = target.long()
     check_tensor("target", target, (hidden.shape[:-1], hidden.device), dtype=torch.int64)
     if bias is not None:
         check_tensor("bias", bias, (weight.shape[:1], hidden.device))

@@ -49,8 +49,8 @@ class External(NamedTuple):
 
 
 def log_ratio(logprob: Tensor, c: TokenConstants) -> Tensor:
-    """log r; 0 on the current policy, whatever its logprob."""
-    return logprob.new_zeros(logprob.shape) if c.old_logprob is None else logprob - c.old_logprob
+    """log r; 0 on the current policy, unless its logprob is NaN or infinite: log r is NaN then, and so is the loss."""
+    return logprob - _old(logprob, c)
 
 
 def _old(logprob: Tensor, c: TokenConstants) -> Tensor:

@@ -113,7 +113,7 @@ def check(ours: Any, given: LossInputs, weight: list[float], external: list[int]
         given.trainer_logprobs,
         old_logprob=given.inference_logprobs,
         advantage=given.advantages,
-        token_weight=torch.tensor(weight),
+        token_weight=torch.tensor(weight).float(),
         external=torch.tensor(external),
         objective=objective,
     )

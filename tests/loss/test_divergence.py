@@ -72,11 +72,10 @@ def test_heads_of_two_dtypes(backend: str) -> None:
         torch.testing.assert_close(got[name], want[name], rtol=1e-5, atol=1e-6)
 
 
-def test_leading_shapes_weights_of_other_kinds_and_no_bias() -> None:
+def test_leading_shapes_and_no_bias() -> None:
     inputs = sample(12)
     inputs["bias"] = inputs["teacher_bias"] = None
-    inputs["token_weight"] = inputs["token_weight"] > 0
-    want = closed(inputs | {"token_weight": inputs["token_weight"].double()}, kind="jsd")
+    want = closed(inputs, kind="jsd")
     shaped = {k: v.view(3, 4, *v.shape[1:]) if v is not None and len(v) == 12 else v for k, v in inputs.items()}
     got = run("torch", shaped, kind="jsd")
     assert got["divergence"].shape == (3, 4)

@@ -260,6 +260,19 @@ def test_an_infinite_logit_makes_no_number_of_its_row(backend: str) -> None:
 
 
 @EVERY
+@pytest.mark.parametrize("poison", [math.nan, math.inf])
+def test_a_hidden_state_that_is_no_number_is_seen_in_loss_and_gradients(backend: str, poison: float) -> None:
+    head, _ = sample(3, V=23, dtype=FP32)
+    head["hidden"][1, 2] = poison
+    ones = {"advantage": torch.ones(3), "token_weight": torch.ones(3)}
+    for external in (False, True):
+        got = fused(backend, head, {**ones, "external": torch.full((3,), external)}, Objective())
+        assert got["loss"].isnan()
+        assert got["dweight"].isnan().any()
+        assert got["dhidden"].isnan().any(-1).tolist() == [False, True, False]
+
+
+@EVERY
 def test_a_target_just_outside_the_vocabulary_is_no_token(backend: str) -> None:
     head, constants = sample(4, V=23, dtype=FP32)
     for name in ("token_weight", "entropy_weight"):
