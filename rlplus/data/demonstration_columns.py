@@ -10,8 +10,8 @@ from torch import Tensor
 
 from rlplus.config.data_section import DataConfig
 from rlplus.data.row_files import Row, required_column
+from rlplus.loss.divergence import EXCESS
 
-EXCESS = 1e-3  # largest excess of a sum of probabilities over 1: logprobs are rounded
 LARGEST = 2**31  # tokens are int32
 
 Topk = tuple[Tensor, Tensor]  # tokens (T, k) int32 at each place of a demonstration, and their logprobs, float32
