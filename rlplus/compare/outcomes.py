@@ -13,7 +13,7 @@ from rlplus.common.textfiles import read_text
 from rlplus.compare.config import Comparison
 from rlplus.evaluation import Evaluation
 from rlplus.report import RunData, load_run
-from rlplus.report.charts import DEMONSTRATIONS, DYNAMICS
+from rlplus.report.charts import DEMONSTRATIONS, DYNAMICS, binned
 
 POINTS = 60  # points of a curve at most
 CURVES = (*DYNAMICS[:3], DEMONSTRATIONS[0])  # reward, entropy, response length; p of demonstrated tokens
@@ -128,6 +128,4 @@ def _versions(data: RunData) -> str:
 def _thinned(steps: Sequence[float], values: Sequence[float]) -> tuple[list[float], list[float]]:
     """Means over neighbours, at most POINTS of them, to four digits."""
     size = -(-len(steps) // POINTS)
-    parts = [slice(start, start + size) for start in range(0, len(steps), size)]
-    means = [[sum(each[part]) / len(each[part]) for part in parts] for each in (steps, values)]
-    return means[0], [float(f"{value:.4g}") for value in means[1]]
+    return binned(steps, size), [float(f"{value:.4g}") for value in binned(values, size)]

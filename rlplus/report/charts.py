@@ -219,7 +219,7 @@ def step_chart(
     labels, last: the runs and the last step of all charts that should have the same axis.
     """
     if (size := math.ceil(max(len(one.x) for one in series) / MOST_POINTS)) > 1:
-        series = [replace(one, x=_binned(one.x, size), y=_binned(one.y, size)) for one in series]
+        series = [replace(one, x=binned(one.x, size), y=binned(one.y, size)) for one in series]
         remark = "; ".join(filter(None, (remark, f"each point is the mean of {size} steps")))
     finite = [value for one in series for value in one.y if math.isfinite(value)] or [0.0]
     x_marks = {mark: number(mark) for mark in nice_ticks(0, last) if mark == int(mark) and mark <= last}
@@ -279,6 +279,6 @@ def moving_average(values: Sequence[float], reach: int) -> list[float]:
     return [sum(window) / len(window) for window in windows]
 
 
-def _binned(values: Sequence[float], size: int) -> list[float]:
+def binned(values: Sequence[float], size: int) -> list[float]:
     """Means of so many neighbours each."""
     return [sum(values[i : i + size]) / len(values[i : i + size]) for i in range(0, len(values), size)]

@@ -4,6 +4,9 @@ import fcntl
 import json
 import subprocess
 from dataclasses import replace
+from itertools import accumulate
+from math import ceil
+from operator import mul
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -20,6 +23,7 @@ from rlplus.common.textfiles import file_name
 from rlplus.compare import BASE, MARK, Results, Runner, load_comparison, run_comparison
 from rlplus.compare.config import Search
 from rlplus.compare.launches import solved
+from rlplus.compare.outcomes import _thinned
 from rlplus.compare.page import terminal_tables
 from rlplus.compare.prepared import VALIDATION
 from rlplus.config import check_report_folder
@@ -331,3 +335,17 @@ def test_real_runs(tmp_path: Path, output: Path) -> None:
     assert all(sum(one.results["trained"].n) == 200 for one in outcomes)
     assert all(one.generated_tokens > 0 for one in outcomes if "GRPO" in one.method)
     assert str(tmp_path) not in (output / "results.json").read_text(), "results can be published"
+
+
+@pytest.mark.parametrize("steps", [1, 60, 61, 130, 1000])
+def test_a_long_curve_is_kept_as_means_of_neighbours(steps: int) -> None:
+    """So nothing is lost of its sum, whatever the values between are."""
+    at, values = list(range(1, steps + 1)), [float((7 * step) % 10) for step in range(1, steps + 1)]
+    places, means = _thinned(at, values)
+    size = ceil(steps / 60)
+    lengths = [size] * (steps // size) + [steps % size] * bool(steps % size)
+    assert len(means) == len(places) == len(lengths) <= 60
+    assert sum(map(mul, means, lengths)) == pytest.approx(sum(values), rel=1e-3)
+    assert sum(map(mul, places, lengths)) == pytest.approx(sum(at))
+    ends = list(accumulate(lengths))
+    assert all(end - length < place <= end for place, length, end in zip(places, lengths, ends, strict=True))

@@ -5,10 +5,11 @@ import signal
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, get_args
 
 import pytest
 import torch
+import torch.distributed as dist
 from engine_runs import same
 from recipe_cases import draw_rewards
 from trainer_runs import metrics, run_config
@@ -17,12 +18,14 @@ from update_cases import batch_of_samples, check_gradients, naive_loss, packed
 
 from rlplus import checkpoint
 from rlplus.algorithm import ALGORITHMS, Algorithm
+from rlplus.common import agree
 from rlplus.config import Config, load_config
 from rlplus.data import Example, Sample
 from rlplus.lazy import import_function
 from rlplus.learner import Policy
 from rlplus.learner.resharding import load_resharded
 from rlplus.loss import PolicyLoss
+from rlplus.loss.objective import AdvantageEstimator
 from rlplus.recipe import Ask, Batch, Recipe, Update, make_recipe, set_advantages
 from rlplus.trainer import Interrupted, Run, open_run, train
 
@@ -54,6 +57,28 @@ def test_equal_values_of_all_tokens_are_those_of_the_response_bit_for_bit(run: R
             same_value = torch.equal if isinstance(value, torch.Tensor) else lambda a, b: a == b
             unknown = name in ("engine_logprob", "behavior_logprob")  # NaN
             assert unknown or same_value(getattr(one, name), value), name
+
+
+@pytest.mark.parametrize("estimator", get_args(AdvantageEstimator))
+def test_a_rank_gets_the_advantages_of_its_own_samples(estimator: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that one rank alone would get for the samples of both, who name their groups alike."""
+    algorithm = replace(ALGORITHMS["grpo"], advantage=estimator, advantage_k=2)
+    ranks = [batch_of_samples(), batch_of_samples(1)[:12]]
+    for i, sample in enumerate(sample for own in ranks for sample in own):
+        sample.reward = float(i % 3 == 0 or i % 5 == 2)
+    alone = [replace(s, group=s.group + 10 * rank) for rank, own in enumerate(ranks) for s in own]
+    sent: list[Any] = []
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(agree, "gathered", lambda rows: (sent.append(rows), [rows])[1])
+    for own in (*ranks, alone):
+        set_advantages(own, algorithm)
+    monkeypatch.setattr(agree, "gathered", lambda rows: sent[:2])
+    for rank, own in enumerate(ranks):
+        monkeypatch.setattr(dist, "get_rank", lambda rank=rank: rank)
+        set_advantages(own, algorithm)
+    got = [s.advantage for own in ranks for s in own]
+    assert got == pytest.approx([s.advantage for s in alone], rel=1e-12)
+    assert got[: len(ranks[1])] != pytest.approx(got[len(ranks[0]) :])
 
 
 def test_values_of_single_tokens_reach_the_gradient(run: Run) -> None:

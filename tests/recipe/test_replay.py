@@ -124,6 +124,9 @@ def test_prompts_are_drawn_by_how_often_they_were_solved() -> None:
     chi_square = sum((counts[place] - want) ** 2 / want for place, want in expected.items())
     assert chi_square < 7 + 5 * (2 * 7) ** 0.5
     assert expected[3] > 4 * expected[1]
+    for group_size in (76, 1024):  # where all weights but the ratios to the nearest round to 0
+        assert _draw({0: [0], group_size: [1]}, group_size, random) in (0, 1)
+        assert {_draw({0: [0], 1: [1]}, group_size, random) for _ in range(20)} == {1}
     left = dict(buckets)
     assert sorted(_draw(left, 8, random) for _ in range(8)) == list(range(8)), "each once"
     assert not left

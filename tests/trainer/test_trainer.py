@@ -18,14 +18,16 @@ from update_cases import batch_of_samples, check_gradients, naive_gradients, pac
 
 from rlplus.algorithm import ALGORITHMS, Refill
 from rlplus.config import Config, load_config
+from rlplus.learner import has_gradient
 from rlplus.learner import learner as learner_module
 from rlplus.learner import policy as policy_module
 from rlplus.learner.policy import Policy
 from rlplus.loss import Objective, linear_policy_loss
 from rlplus.loss.backends.selection import Choice
-from rlplus.recipe import set_advantages
+from rlplus.recipe import Update, set_advantages
 from rlplus.rollout.transformers_engine import TransformersEngine
 from rlplus.trainer import Interrupted, Run, open_run, train
+from rlplus.trainer.step import Step
 
 
 @pytest.fixture
@@ -135,6 +137,22 @@ def test_nonfinite_gradients_leave_the_weights_alone_and_three_in_a_row_stop_the
     tiny_run.policy.accumulate(batches, Objective())
     assert tiny_run.policy.step()
     assert not all(torch.equal(p, before[name]) for name, p in tiny_run.policy.weights())
+
+
+@pytest.mark.parametrize("gradients", [(True, False, True), (False, True, False), (False, False, True)])
+def test_the_old_policy_is_that_before_the_steps_first_change(tiny_run, gradients):
+    """An update's own forward pass is the old policy until one has a gradient, whatever later ones have."""
+    work = []
+    for seed, gradient in enumerate(gradients):
+        samples = batch_of_samples(seed)
+        set_advantages(samples, ALGORITHMS["grpo"])
+        for sample in samples:
+            sample.advantage *= gradient
+        work.append((Update(samples, ALGORITHMS["grpo"]), packed(tiny_run, samples, algorithm=ALGORITHMS["grpo"])))
+    assert [has_gradient(batches) for _, batches in work] == list(gradients)
+    Step(tiny_run).remember(work)
+    for i, (_, batches) in enumerate(work):
+        assert all((micro.old_logprob is not None) == any(gradients[:i]) for micro in batches)
 
 
 def test_samples_without_a_gradient_take_a_forward_pass_alone(tiny_run):
