@@ -3,15 +3,18 @@
 import argparse
 import os
 import sys
+import threading
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from rlplus.common import activity, rank_variables
 from rlplus.errors import RunFailed
 
 if TYPE_CHECKING:
+    from rlplus.common.terminal import Terminal
     from rlplus.config import Config
 
     Commands = argparse._SubParsersAction[argparse.ArgumentParser]
@@ -23,6 +26,7 @@ KNOWN_GPUS = (
     f"{', '.join(GPU_NAMES)}, or a size of memory such as 24g; default: this machine's, or, where it has none, "
     "a100-80g is assumed"
 )
+EVERY_S = 5.0  # interval of the lines of `saying_phases`
 
 
 def add_configuration(command: argparse.ArgumentParser, what: str = YAML, *, name: str = "config") -> None:
@@ -31,12 +35,19 @@ def add_configuration(command: argparse.ArgumentParser, what: str = YAML, *, nam
     command.add_argument("overrides", nargs="*", default=[], metavar="key=value", help="such as train.lr=1e-6")
 
 
-def quiet_imports() -> None:
+def quiet_imports(*, ranks: bool = False) -> None:
     """Import the slow libraries, without their banners and warnings, about which a user can do nothing.
 
+    ranks: whether a launcher may have started this process as one of several, else its variables are forgotten.
     Called when the arguments and the configuration are known to be right: what is wrong with them is said at once. A
     variable of the environment that is set already stays, so TORCH_CPP_LOG_LEVEL=INFO, say, brings torch's back.
     """
+    if ranks:
+        rank_variables.check_launcher()
+    else:
+        rank_variables.be_alone()
+    if "transformers" not in sys.modules:
+        terminal().print("loading the libraries")  # it takes seconds, from a disk over the network a minute
     for name in ("TRANSFORMERS_VERBOSITY", "HF_HUB_VERBOSITY", "DEEPSPEED_LOG_LEVEL"):
         os.environ.setdefault(name, "error")
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # vLLM's lines about NUMA are torch's C++ warnings
@@ -48,6 +59,33 @@ def quiet_imports() -> None:
     transformers_logging.disable_progress_bar()
     if not torch.cuda.is_available():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed searches for others
+
+
+def terminal() -> "Terminal":
+    """Standard error, on rank 0; the other ranks are silent."""
+    from rlplus.common.terminal import Terminal
+
+    console = Terminal(stderr=True)
+    console.quiet = rank_variables.rank() != 0
+    return console
+
+
+@contextmanager
+def saying_phases(title: str) -> Iterator[None]:
+    """Say every few seconds what this process does and how much of it is done, behind the title, from a thread."""
+    console, over = terminal(), threading.Event()
+
+    def say() -> None:
+        while not over.wait(EVERY_S):
+            console.print(f"{title}  {activity.in_words()}")
+
+    thread = threading.Thread(target=say, name="phases", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
 
 
 @contextmanager

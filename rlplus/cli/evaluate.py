@@ -5,7 +5,8 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
-from rlplus.cli.common import YAML, add_configuration, quiet_imports
+from rlplus.cli.common import YAML, add_configuration, quiet_imports, terminal
+from rlplus.common import rank_variables
 
 if TYPE_CHECKING:
     from rlplus.cli.common import Commands
@@ -49,8 +50,7 @@ def run(args: argparse.Namespace) -> None:
     if args.data:
         check_data_files([args.data], "--data")
     check_evaluation_files(config, model, "--model" if args.model else "as the first argument")
-    quiet_imports()
-    from rlplus.common.terminal import Terminal
+    quiet_imports(ranks=True)
     from rlplus.data import found_columns
 
     own = _model(args) is not None
@@ -59,10 +59,7 @@ def run(args: argparse.Namespace) -> None:
         overrides = [*(f"evaluation.data.{key}={value}" for key, value in found.items()), *overrides]
         config = _load(args, path, overrides)
     if own and (lengths := _lengths_that_fit(config, overrides)):
-        if int(os.environ.get("RANK", 0)) == 0:
-            Terminal(stderr=True).print(
-                f"{' and '.join(lengths)}, so that prompt and response fit the positions of the model"
-            )
+        terminal().print(f"{' and '.join(lengths)}, so that prompt and response fit the positions of the model")
         config = _load(args, path, [*lengths, *overrides])
     _evaluate(config, model, output, args.overwrite, own)
 
@@ -75,7 +72,7 @@ def _evaluate(config: "Config", model: str | None, output: Path, overwrite: bool
     from rlplus.trainer.ranks import initialize_distributed
     from rlplus.trainer.stop import ended_by_signals
 
-    main, say = int(os.environ.get("RANK", 0)) == 0, Terminal(stderr=True).print
+    main, say = rank_variables.rank() == 0, Terminal(stderr=True).print
     done, problems = 0, 0  # counts of this process
     results: dict[str, Evaluation] = {}
     files: list[Path] = []

@@ -4,7 +4,8 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rlplus.cli.common import KNOWN_GPUS, quiet_imports
+from rlplus.cli.common import KNOWN_GPUS, quiet_imports, saying_phases
+from rlplus.common import activity
 
 if TYPE_CHECKING:
     from rlplus.cli.common import Commands
@@ -39,7 +40,9 @@ def run(args: argparse.Namespace) -> None:
     from rlplus.plan import make_cluster
 
     cluster = make_cluster(1 if args.gpus is None and args.gpu else args.gpus, args.gpu)
-    begun = start(args.model, args.data, cluster, args.overrides)
+    activity.current.begin("first settings")
+    with saying_phases("rlplus init"):
+        begun = start(args.model, args.data, cluster, args.overrides)
     write_new(out, begun.text)
     assert load_config(out) == begun.config, "a written configuration is the chosen one"
     console = Terminal()

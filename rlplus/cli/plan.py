@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rlplus.cli.common import KNOWN_GPUS, YAML, add_configuration, naming_stage, quiet_imports
+from rlplus.cli.common import KNOWN_GPUS, YAML, add_configuration, naming_stage, quiet_imports, saying_phases
+from rlplus.common import activity
 from rlplus.errors import RunFailed
 
 if TYPE_CHECKING:
@@ -58,15 +59,17 @@ def run(args: argparse.Namespace) -> int:
 
     cluster = make_cluster(args.gpus, args.gpu)
     plans = []
-    for number, config in enumerate(with_first_model(stages), 1):
-        with naming_stage(number, stages):
-            data = _plan_data(config) if args.data else None
-            if data is not None and data.prompts:
-                config = config.with_steps(data.prompts)  # the steps of its epochs
-            try:
-                plans.append((make_plan(config, cluster), data))
-            except RuntimeError as error:
-                raise RunFailed(f"no plan of the memory: {error}") from error
+    with saying_phases("rlplus plan"):
+        for number, config in enumerate(with_first_model(stages), 1):
+            with naming_stage(number, stages):
+                data = _plan_data(config) if args.data else None
+                if data is not None and data.prompts:
+                    config = config.with_steps(data.prompts)  # the steps of its epochs
+                activity.current.begin("memory")
+                try:
+                    plans.append((make_plan(config, cluster), data))
+                except RuntimeError as error:
+                    raise RunFailed(f"no plan of the memory: {error}") from error
     if args.json:
         found = [plan.to_json() | ({"data": data.to_json()} if data is not None else {}) for plan, data in plans]
         sys.stdout.write(json.dumps(found[0] if len(found) == 1 else {"stages": found}, indent=2) + "\n")
@@ -88,8 +91,10 @@ def _plan_comparison(args: argparse.Namespace) -> int:
     path = Path(args.config).expanduser()
     comparison = load_comparison(path)
     runner = Runner(comparison, path.parent / comparison.run, path.parent, overrides=args.overrides)
+    activity.current.begin("memory")
     try:
-        planned = plan_comparison(comparison, runner, make_cluster(args.gpus, args.gpu))
+        with saying_phases("rlplus plan"):
+            planned = plan_comparison(comparison, runner, make_cluster(args.gpus, args.gpu))
     except RuntimeError as error:
         raise RunFailed(f"no plan of the memory: {error}") from error
     if args.json:

@@ -2,12 +2,11 @@
 
 import argparse
 import gc
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rlplus.cli.common import add_configuration, naming_stage, quiet_imports
+from rlplus.cli.common import add_configuration, naming_stage, quiet_imports, terminal
 from rlplus.errors import RunFailed
 
 if TYPE_CHECKING:
@@ -37,7 +36,7 @@ def run(args: argparse.Namespace) -> None:
         with naming_stage(number, stages):
             check_training_files(config, model=number == 1)
             check_trackers(config)
-    quiet_imports()
+    quiet_imports(ranks=True)
     for number, config in enumerate(with_first_model(stages), 1):
         with naming_stage(number, stages):
             _check_memory(config, force=args.force)
@@ -74,12 +73,10 @@ def _train_stage(config: "Config", resume: str | None) -> None:
 
 def _check_memory(config: "Config", *, force: bool) -> None:
     """Show the plan. ValueError, on every rank, if the run does not fit, unless forced: a plan is an estimate."""
-    from rlplus.common.terminal import Terminal
     from rlplus.plan import make_plan, this_cluster
     from rlplus.plan.plan_text import show
 
-    console = Terminal(stderr=True)
-    console.quiet = int(os.environ.get("RANK", 0)) != 0
+    console = terminal()
     try:
         plan = make_plan(config, this_cluster(config))
     except RuntimeError as error:  # a model that cannot be built without memory may well train

@@ -50,3 +50,54 @@ current = Activity()
 rollouts = Work()  # responses, of the engine's last call
 grading = Work()  # responses
 micro_batches = Work()  # an update's
+
+LABELS = {
+    "the start": "start",
+    "first settings": "reading the data and trying settings",
+    "data": "loading data",
+    "demonstrations": "grading demonstrations",
+    "memory": "planning the memory",
+    "model": "loading the model",
+    "engine": "starting the rollout engine",
+    "sync": "weights to the engine",
+    "generate": "rollouts",
+    "score": "grading",
+    "pack": "packing",
+    "old_logprob": "old logprobs",
+    "samples": "samples to keep",
+    "learners": "critic, reward model or teacher",
+    "statistics": "statistics",
+    "forward_backward": "training",
+    "evaluate": "evaluation",
+    "export": "writing the model",
+}  # phases whose names say it are left out
+WORK = {
+    "generate": (rollouts, "responses"),
+    "evaluate": (rollouts, "responses"),
+    "validation": (rollouts, "responses"),
+    "demonstrations": (grading, "demonstrations"),
+    "score": (grading, "responses"),
+    "old_logprob": (micro_batches, "micro-batches"),
+    "learners": (micro_batches, "micro-batches"),
+    "forward_backward": (micro_batches, "micro-batches"),
+}
+
+
+def label() -> str:
+    """The present phase in words."""
+    return LABELS.get(current.phase, current.phase)
+
+
+def work() -> tuple[Work | None, str]:
+    """The work of the present phase, None in one of no pieces, and the name of its pieces."""
+    found, unit = WORK.get(current.phase, (None, ""))
+    if found and found.since < current.since and found.done == found.total:  # an earlier phase's
+        found = None
+    return found, unit
+
+
+def in_words() -> str:
+    """The present phase, how much of it is done, and its seconds so far."""
+    pieces, unit = work()
+    counts = f" {pieces.done:,} of {pieces.total:,} {unit}" if pieces and pieces.total else ""
+    return f"{label()}{counts}, {time.monotonic() - current.since:,.0f} s"

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from threading import Timer
 from typing import Literal
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
@@ -22,6 +23,7 @@ from rlplus.errors import install_command
 logger = logging.getLogger(__name__)
 
 HUB_TIMEOUT_S = 10.0  # the hub's own client tries for most of a minute, file by file
+SILENT_S = 0.8  # after such a wait for the hub a line says so
 
 _JINJA = re.compile(r"\{[{%]")
 _HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
@@ -156,8 +158,10 @@ def hub_problem(name: str, kind: Literal["model", "dataset"] = "model") -> str |
 
 
 def _unreachable() -> str | None:
-    """Send one request to the hub, through the proxies of the environment; any answer will do."""
+    """Send one request to the hub, through the proxies of the environment; any answer will do. Logs a long wait."""
     hub = os.environ.get("HF_ENDPOINT", "https://huggingface.co")
+    waiting = Timer(SILENT_S, logger.warning, (f"waiting for {hub}, {HUB_TIMEOUT_S} s at most",))
+    waiting.start()
     try:
         urlopen(Request(hub, method="HEAD"), timeout=HUB_TIMEOUT_S).close()
     except HTTPError:
@@ -166,6 +170,8 @@ def _unreachable() -> str | None:
         reason = getattr(error, "reason", error)
         # Its own client may have other certificates than Python's.
         return None if isinstance(reason, ssl.SSLError) else f"{hub} cannot be reached ({reason})"
+    finally:
+        waiting.cancel()
     return None
 
 

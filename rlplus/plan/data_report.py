@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from rlplus.common import agree
 from rlplus.config import Config
 from rlplus.data import Example, LoadReport, find_ends, load_tokenizer, read_examples, read_problems, response_text
 from rlplus.evaluation.known import known_benchmarks, refusal
@@ -69,6 +70,7 @@ def plan_data(config: Config) -> DataPlan:
     ValueError where there is nothing to show: no tokenizer, a malformed row, a reward that cannot be set up.
     """
     initialize_distributed()
+    agree.phase("data")
     tokenizer = load_tokenizer(config.model)
     ends = find_ends(config.model, tokenizer)
     recipe = config.algorithm.resolve().recipe

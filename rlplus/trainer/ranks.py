@@ -14,21 +14,21 @@ from torch._C import _distributed_c10d as c10d
 from torch.distributed.rendezvous import rendezvous
 from torch.futures import Future
 
-from rlplus.common import agree
+from rlplus.common import agree, rank_variables
 
 
 def initialize_distributed(timeout_s: float = 3600.0) -> None:
     """Join the process group, once: under torchrun, the DeepSpeed launcher, or as the only process.
 
-    timeout_s: seconds that a collective of any group waits for a rank.
+    timeout_s: seconds that a collective of any group waits for a rank. ValueError for a launcher's variables that are
+    no rank's.
     """
     agree.timeout = timedelta(seconds=timeout_s)
     if dist.is_initialized():
         return
     cuda = torch.cuda.is_available()
+    rank_variables.check_launcher()
     if "RANK" not in os.environ:
-        if (ranks := os.environ.get("WORLD_SIZE", "1")) != "1":
-            raise ValueError(f"want the variable RANK of the launcher beside WORLD_SIZE={ranks}; got none")
         os.environ.setdefault("LOCAL_RANK", "0")  # DeepSpeed reads it
         if "alone" not in dist.Backend.backend_list:
             dist.Backend.register_backend("alone", _alone, devices=["cpu", "cuda"])

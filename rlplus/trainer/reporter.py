@@ -27,35 +27,6 @@ BETWEEN_STEPS_S = 1.0  # interval of the steps' lines, at least: a toy does many
 RECENT = 50  # steps that the time left is computed from
 SAYS_MUCH = 1 / 8  # share of a phase's work after which it tells the time of the rest
 
-LABELS = {
-    "the start": "start",
-    "data": "loading data",
-    "demonstrations": "grading demonstrations",
-    "model": "loading the model",
-    "engine": "starting the rollout engine",
-    "sync": "weights to the engine",
-    "generate": "rollouts",
-    "score": "grading",
-    "pack": "packing",
-    "old_logprob": "old logprobs",
-    "samples": "samples to keep",
-    "learners": "critic, reward model or teacher",
-    "statistics": "statistics",
-    "forward_backward": "training",
-    "evaluate": "evaluation",
-    "export": "writing the model",
-}  # phases whose names say it are left out
-_WORK = {
-    "generate": (activity.rollouts, "responses"),
-    "evaluate": (activity.rollouts, "responses"),
-    "validation": (activity.rollouts, "responses"),
-    "demonstrations": (activity.grading, "demonstrations"),
-    "score": (activity.grading, "responses"),
-    "old_logprob": (activity.micro_batches, "micro-batches"),
-    "learners": (activity.micro_batches, "micro-batches"),
-    "forward_backward": (activity.micro_batches, "micro-batches"),
-}
-
 logger = logging.getLogger(__name__)
 
 
@@ -175,9 +146,7 @@ class Reporter:
     def state(self) -> dict[str, Any]:
         """The contents of progress.json. All times are in seconds; done and total are null in a phase of no pieces."""
         now, current, progress = self._clock(), activity.current, self._progress
-        work, unit = _WORK.get(current.phase, (None, ""))
-        if work and work.since < current.since and work.done == work.total:  # an earlier phase's
-            work = None
+        work, unit = activity.work()
         rate = None
         if work is activity.rollouts and work.tokens and now > work.since:
             rate = work.tokens / (now - work.since)
@@ -194,7 +163,7 @@ class Reporter:
             "share_done": share,
             "step_seconds": None if progress is None else now - self._step_since,
             "seconds_left": None if progress is None else self._pace.left(share, now - self._step_since),
-            "phase": LABELS.get(current.phase, current.phase),
+            "phase": activity.label(),
             "phase_seconds": now - current.since,
             "quiet_seconds": now - current.moved,
             "done": work and work.done,

@@ -15,7 +15,6 @@ from rlplus.config import PROGRESS, Config, RewardConfig
 from rlplus.reward import Scorer
 from rlplus.rollout import RunFailed
 from rlplus.trainer import Interrupted, open_run, train
-from rlplus.trainer import reporter as reporter_module
 from rlplus.trainer.progress import Progress
 from rlplus.trainer.reporter import AGAIN_S, BETWEEN_STEPS_S, SETTLED_S, Pace, Reporter
 
@@ -266,8 +265,8 @@ def test_a_grader_counts_what_it_has_graded() -> None:
     assert activity.grading.state()[:2] == (70, 70)
 
 
-def test_the_reporters_labels_are_of_phases_that_exist() -> None:
+def test_the_labels_are_of_phases_that_exist() -> None:
     """A renamed phase would lose its label and its count."""
-    source = "".join(path.read_text() for path in Path(reporter_module.__file__).parents[1].rglob("*.py"))
-    for phase in {*reporter_module.LABELS, *reporter_module._WORK}:
+    source = "".join(path.read_text() for path in Path(activity.__file__).parents[1].rglob("*.py"))
+    for phase in {*activity.LABELS, *activity.WORK}:
         assert re.search(rf'(time|phase|begin|naming_phase)\([^)]*"{phase}"', source), phase

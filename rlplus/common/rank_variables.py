@@ -1,0 +1,49 @@
+"""The variables by which a launcher says which rank this process is: checked before anything waits for other ranks."""
+
+import os
+
+NUMBERS = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1, "MASTER_PORT": 1}  # with the least
+NEEDED = ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # beside RANK
+BELOW = (("RANK", "WORLD_SIZE"), ("LOCAL_RANK", "LOCAL_WORLD_SIZE"))
+
+
+def check_launcher() -> None:
+    """ValueError unless the launcher's variables describe a rank; without RANK this process is the only one.
+
+    A launcher of one process per machine sets no LOCAL_RANK (Kubeflow's PyTorchJob): the process is then the first and
+    only one of its machine, and the variables say so from here on.
+    """
+    numbers = {name: _number(name) for name in NUMBERS if name in os.environ}
+    if "RANK" not in numbers:
+        if (ranks := numbers.get("WORLD_SIZE", 1)) != 1:
+            raise ValueError(f"want the variable RANK of the launcher beside WORLD_SIZE={ranks}; got none")
+        return
+    if missing := [name for name in NEEDED if not os.environ.get(name)]:
+        raise ValueError(
+            f"want the launcher's variables {', '.join(NEEDED)} beside RANK={numbers['RANK']}; "
+            f"got no {', no '.join(missing)}. A run of one process wants none of them"
+        )
+    for name, bound in BELOW:
+        if {name, bound} <= numbers.keys() and numbers[name] >= numbers[bound]:
+            raise ValueError(f"want the launcher's variable {name} below {bound}={numbers[bound]}; got {numbers[name]}")
+    if "LOCAL_RANK" not in numbers:
+        os.environ |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+
+
+def be_alone() -> None:
+    """Forget the launcher, for a command of one process: in a job's container it would wait for the other ranks."""
+    if {"RANK", "WORLD_SIZE"} & os.environ.keys():
+        for name in (*NUMBERS, "MASTER_ADDR"):
+            os.environ.pop(name, None)
+
+
+def rank() -> int:
+    """This process's rank by the variables: 0 without a launcher."""
+    return _number("RANK") if "RANK" in os.environ else 0
+
+
+def _number(name: str) -> int:
+    text, least = os.environ[name], NUMBERS[name]
+    if not (text.isascii() and text.isdecimal()) or int(text) < least:
+        raise ValueError(f"want the launcher's variable {name} a whole number from {least} on; got {text!r}")
+    return int(text)
