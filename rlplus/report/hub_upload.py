@@ -49,14 +49,18 @@ def results_section(results: Mapping[str, Evaluation]) -> str:
 def upload(repository: str, files: Mapping[str, Path | bytes], *, public: bool, message: str) -> str:
     """Commit the files to a repository of models, which is made, private unless `public`, if there is none; its URL.
 
-    The token comes from `hf auth login` or HF_TOKEN. OSError or ValueError, by the library, if it fails.
+    The token comes from `hf auth login` or HF_TOKEN. ValueError, in a line, if it fails.
     """
     from huggingface_hub import CommitOperationAdd, HfApi
 
     api = HfApi(library_name="rlplus")
-    place = api.create_repo(repository, private=not public, exist_ok=True)
     operations: Sequence[CommitOperationAdd] = [
         CommitOperationAdd(path_in_repo=name, path_or_fileobj=content) for name, content in files.items()
     ]
-    api.create_commit(place.repo_id, operations, commit_message=message)
+    try:
+        place = api.create_repo(repository, private=not public, exist_ok=True)
+        api.create_commit(place.repo_id, operations, commit_message=message)
+    except Exception as error:  # its classes come from several libraries
+        reason = " ".join(str(error).split()) or repr(error)
+        raise ValueError(f"{repository} could not be uploaded to {api.endpoint}: {reason}") from error
     return str(place)

@@ -3,8 +3,11 @@
 import json
 import re
 import shutil
+import socketserver
+import threading
 from pathlib import Path
 
+import processes
 import pytest
 from counted_evaluations import evaluation
 from hub_stub import running_hub
@@ -87,6 +90,33 @@ def test_a_hub_that_refuses_is_one_message_without_the_token(
     assert "401" in error
     assert "Traceback" not in error
     assert TOKEN not in out + error
+
+
+@pytest.mark.parametrize("place", ["refused", "cut", "https://hub.invalid", "offline"])
+def test_a_hub_out_of_reach_is_one_line(
+    place: str, run: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Nothing listens; what listens hangs up in the middle of an answer; there is no such host; the user said so."""
+    with socketserver.TCPServer(("127.0.0.1", 0), HangsUp) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        cut, refused = (f"http://127.0.0.1:{port}" for port in (server.server_address[1], processes.free_port()))
+        url = {"cut": cut, "refused": refused}.get(place, "https://hub.invalid")
+        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", url)
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", place == "offline")
+        assert main(["push", str(run), "owner/name"]) == 2
+        server.shutdown()
+    out, error = capfd.readouterr()
+    assert error.startswith(f"rlplus push: owner/name could not be uploaded to {url}: ")
+    assert error.count("\n") == 1, error
+    assert TOKEN not in out + error
+
+
+class HangsUp(socketserver.BaseRequestHandler):
+    """A server that ends every connection behind the start of its answer."""
+
+    def handle(self) -> None:
+        self.request.recv(65536)
+        self.request.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\n{")
 
 
 @pytest.mark.parametrize(
