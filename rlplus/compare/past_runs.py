@@ -5,8 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
+from rlplus.common.yaml_text import parse_yaml
 from rlplus.compare.config import BASE, Comparison
 from rlplus.compare.outcomes import Results, outcome_of
 from rlplus.config import check_report_folder, is_run, recorded_config
@@ -97,10 +96,11 @@ def _read(text: str) -> PastRun:
         raise ValueError(f"want runs that were evaluated; {folder} has no evaluation-BENCHMARK.json: run `rlplus eval`")
     if not is_run(folder):
         return PastRun(folder, name, results, {})
+    place, text = folder / "config.yaml", load_run(folder).config
     try:
-        config = recorded_config(yaml.safe_load(load_run(folder).config))
+        config = recorded_config(parse_yaml(text, place))
     except ValueError as error:
-        raise ValueError(f"{folder / 'config.yaml'}: {error}") from error
+        raise ValueError(f"{place}: {error}") from error
     config = config.model_copy(update={"reward": config.reward.stated})
     return PastRun(folder, name, results, RunData(config.to_yaml(), ()).settings)
 

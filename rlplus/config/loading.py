@@ -1,50 +1,25 @@
 """YAML file and dotted overrides -> a Config per stage, with one clear line per problem."""
 
 import re
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import fields
 from difflib import SequenceMatcher
 from pathlib import Path
 from types import NoneType
 from typing import Any, get_args
 
-import yaml
 from pydantic import BaseModel, ValidationError
 
 from rlplus.algorithm import RecipeOptions
 from rlplus.common.textfiles import read_text
+from rlplus.common.yaml_text import parse_yaml
 from rlplus.config.folders import DATA_SUFFIXES
 from rlplus.config.schema import Config
 from rlplus.config.synonyms import synonym
 from rlplus.errors import hint
 from rlplus.loss.objective import Objective
 
-MAX_VALUES = 100_000  # values of a configuration at most
 _NAMED = 4  # problems of a recorded one in a message
-
-
-class _Loader(yaml.SafeLoader):
-    """Safe YAML that reads 1e-6 as a number, as YAML 1.2 does, and refuses duplicate keys."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
-        seen = set()
-        for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
-            if key.value in seen:
-                problem = f"the key {key.value!r} is given twice"
-                raise yaml.constructor.ConstructorError(None, None, problem, key.start_mark)
-            seen.add(key.value)
-        return super().construct_mapping(node, deep)
-
-    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
-        try:
-            return super().construct_object(node, deep)
-        except ValueError as error:  # a text that looks like a date or a number and is none
-            raise yaml.constructor.ConstructorError(None, None, str(error), node.start_mark) from error
-
-
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"^[-+]?(?:\d[\d_]*\.?\d*|\.\d+)[eE][-+]?\d+$"), list("-+.0123456789")
-)
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
@@ -189,42 +164,10 @@ def read_yaml(path: Path) -> dict[str, Any]:
     if not path.is_file():
         what = "it is a folder" if path.is_dir() else f"no such file (current directory: {Path.cwd()})"
         raise ValueError(f"want a YAML file; got {path}: {what}")
-    try:
-        data = _parse(read_text(path))
-    except RecursionError:  # its traceback would be a thousand lines
-        raise ValueError(f"{path}: invalid YAML: nested too deeply") from None
-    except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark
-        where = f":{mark.line + 1}:{mark.column + 1}" if mark else ""
-        raise ValueError(f"{path}{where}: invalid YAML: {error.problem or error.context}") from error
-    except yaml.YAMLError as error:
-        raise ValueError(f"{path}: invalid YAML: {error}") from error
+    data = parse_yaml(read_text(path), path)
     if not isinstance(data, dict):
         raise ValueError(f"{path}: want sections (model, data, train, ...); got {type(data).__name__}")
     return data
-
-
-def _parse(text: str) -> Any:
-    """The value; YAMLError also if aliases expand to more than MAX_VALUES, since checks visit every value."""
-    loader = _Loader(text)
-    try:
-        node = loader.get_single_node()
-        if node is None:
-            return None
-        if _size(node, {}) > MAX_VALUES:
-            raise yaml.YAMLError(f"its aliases stand for more than {MAX_VALUES} values")
-        return loader.construct_document(node)
-    finally:
-        loader.dispose()
-
-
-def _size(node: yaml.Node, known: dict[int, int]) -> int:
-    """The number of values below the node with every alias expanded; RecursionError if it contains itself."""
-    if id(node) not in known:
-        pairs = node.value if isinstance(node, yaml.MappingNode) else []
-        inner = node.value if isinstance(node, yaml.SequenceNode) else [part for pair in pairs for part in pair]
-        known[id(node)] = 1 + sum(_size(part, known) for part in inner)
-    return known[id(node)]
 
 
 def apply_override(data: dict[str, Any], override: str) -> None:
@@ -261,8 +204,8 @@ def _value(parts: Sequence[str], text: str, override: str) -> Any:
     if str in kinds and not quoted and not structured:
         return None if NoneType in kinds and text in ("", "null") else text
     try:
-        return _parse(text)
-    except (yaml.YAMLError, RecursionError) as error:
+        return parse_yaml(text, "the value")
+    except ValueError as error:
         raise ValueError(f"override {override[:80]!r}: the value is not valid YAML") from error
 
 

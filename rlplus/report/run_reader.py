@@ -5,9 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from rlplus.common.textfiles import read_text
+from rlplus.common.yaml_text import parse_yaml
 from rlplus.config import PROGRESS, RUN, SAMPLES, STARTS, check_run_folder, read_starts
 
 
@@ -34,7 +33,7 @@ class RunData:
     @property
     def settings(self) -> dict[str, Any]:
         """The configuration by dotted keys."""
-        return dict(_flat("", yaml.safe_load(self.config)))
+        return dict(_flat("", parse_yaml(self.config, "config.yaml")))
 
 
 def load_run(folder: Path) -> RunData:
@@ -45,10 +44,7 @@ def load_run(folder: Path) -> RunData:
     """
     check_run_folder(folder)
     config, lines = (read_text(folder / name) for name in RUN)
-    try:
-        settings = yaml.safe_load(config)
-    except yaml.YAMLError as error:
-        raise ValueError(f"{folder / 'config.yaml'} is damaged: {' '.join(str(error).split())}") from error
+    settings = parse_yaml(config, folder / "config.yaml")
     complete, _, cut = lines.rpartition("\n")
     metrics = [
         step_of(line, f"{folder / 'metrics.jsonl'}, line {number}")

@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from rlplus.common.textfiles import read_text
 from rlplus.config import PROGRESS, SAMPLES
 from rlplus.report import RunData
@@ -135,7 +133,7 @@ class FollowedRun:
         try:
             text = read_text(path) if version else ""
             self.settings = RunData(text, ()).settings if text else {}
-        except (OSError, ValueError, yaml.YAMLError):  # its values are for warnings only
+        except (OSError, ValueError):  # its values are for warnings only
             text, self.settings = "", {}
         self._config = version, text
         return True
