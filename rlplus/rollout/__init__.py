@@ -26,8 +26,8 @@ from rlplus.rollout.protocol import (
     Sampling,
     check_experts,
     check_kept,
-    check_logprobs,
     check_requests,
+    check_responses,
     whole_model,
 )
 from rlplus.rollout.push import checked_weights, ranks_here
@@ -47,8 +47,8 @@ __all__ = [
     "Task",
     "check_experts",
     "check_kept",
-    "check_logprobs",
     "check_requests",
+    "check_responses",
     "checked_weights",
     "make_engine",
     "make_respond",

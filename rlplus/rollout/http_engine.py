@@ -13,10 +13,12 @@ from torch import Tensor
 from rlplus.common import activity, agree
 from rlplus.config import RolloutConfig
 from rlplus.errors import RunFailed
-from rlplus.rollout.protocol import Completion, Request, Sampling, check_logprobs, check_requests
+from rlplus.rollout.protocol import Completion, Request, Sampling, check_requests, check_responses
 from rlplus.rollout.push import parameter_shapes, watched
 from rlplus.rollout.server_http import PATIENCE_S, RESTART, Kind, Refused, Requests, split
 
+# Errors of reading an answer that has another form than the server's.
+MALFORMED = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError)
 CONNECTIONS = 64  # prompts at a time from each rank; the server batches what it has
 
 logger = logging.getLogger(__name__)
@@ -78,8 +80,10 @@ class HttpEngine(ABC):
             http.hang_up()  # the server drops what it still works on, where we would wait for it in the next line
             pool.shutdown(cancel_futures=True)
         groups = [next(answers) if request.n else [] for request in requests]
-        return check_logprobs(
-            groups if sampling.temperature else [group * r.n for group, r in zip(groups, requests, strict=True)]
+        if not sampling.temperature:
+            groups = [group * r.n for group, r in zip(groups, requests, strict=True)]
+        return check_responses(
+            groups, requests, sampling, vocabulary=self._vocabulary, ends=self._ends, engine=self.name
         )
 
     def _await(self, asked: list[Future[list[Completion]]]) -> None:

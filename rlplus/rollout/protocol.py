@@ -1,7 +1,7 @@
 """The protocol of rollout engines, and the checks that all of them share."""
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -15,6 +15,7 @@ from rlplus.config import RolloutConfig
 from rlplus.errors import RunFailed
 
 DEFAULT_CACHE_MB = 512  # keys and values, where rollout.kv_cache_memory_mb is not set
+MOST_LOGPROB = 1e-3  # of a sampled token: 0, and what fp32 sums are rounded by
 LOGIT_BYTES = 4 * 4  # the transformers engine's, at a token: the model's logit, its fp32 copy, and as `draw` changes it
 
 
@@ -141,16 +142,53 @@ def check_requests(requests: Sequence[Request], sampling: Sampling, *, max_model
             raise ValueError(f"want token ids from 0 to {vocabulary - 1}; prompt {index} has {low} to {high}")
 
 
-def check_logprobs(completions: list[list[Completion]]) -> list[list[Completion]]:
-    """Return the completions; RunFailed if a logprob is not finite, as it is with broken weights."""
-    for index, group in enumerate(completions):
-        for completion in group:
-            if len(completion.logprob) != len(completion.tokens) or not all(map(math.isfinite, completion.logprob)):
-                raise RunFailed(
-                    f"want {len(completion.tokens)} finite logprobs, one a token, for a response to prompt {index};"
-                    f" got {completion.logprob[:8]}"
-                )
+def check_responses(
+    completions: list[list[Completion]],
+    requests: Sequence[Request],
+    sampling: Sampling,
+    *,
+    vocabulary: int,
+    ends: Sequence[int],
+    engine: str,
+) -> list[list[Completion]]:
+    """Return the completions; RunFailed for one that the model cannot have sampled, with engine, request and field.
+
+    vocabulary: the model's number of tokens. ends: token ids that end a response, besides `sampling.stop`.
+    """
+    stops = {*ends, *sampling.stop}
+    for index, (request, group) in enumerate(zip(requests, completions, strict=True)):
+        if len(group) != request.n:
+            raise RunFailed(f"{engine}, request {index}: want {request.n} responses; got {len(group)}")
+        for number, completion in enumerate(group):
+            if what := _fault(completion, request.max_tokens, vocabulary, stops):
+                raise RunFailed(f"{engine}, request {index}, response {number}: {what}")
     return completions
+
+
+def _fault(completion: Completion, most: int, vocabulary: int, stops: Collection[int]) -> str | None:
+    """The first field of a response that is wrong, with what came; None if none is. Values may have any type."""
+    tokens, logprob, kept = completion.tokens, completion.logprob, completion.kept
+    if not 1 <= len(tokens) <= most:
+        return f"want 1 to {most} tokens; got {len(tokens)}"
+    for place, token in enumerate(tokens, 1):
+        if type(token) is not int or not 0 <= token < vocabulary:
+            return f"token {place}: want an id from 0 to {vocabulary - 1}; got {token!r:.50}"
+        if token in stops and place < len(tokens):
+            return f"token {place}: want nothing behind the end token {token}; got {len(tokens) - place} more"
+    if completion.truncated and (tokens[-1] in stops or len(tokens) < most):
+        got = f"{len(tokens)}, of which the last is {tokens[-1]}"
+        return f"length: want {most} tokens without an end token from a response that its limit ended; got {got}"
+    if not completion.truncated and tokens[-1] not in stops:
+        return f"stop: want one of the end tokens {sorted(stops)} as the last; got {tokens[-1]}"
+    if len(logprob) != len(tokens):
+        return f"logprobs: want {len(tokens)} finite logprobs, one a token; got {len(logprob)}"
+    for place, value in enumerate(logprob, 1):
+        if type(value) not in (float, int) or not -math.inf < value <= MOST_LOGPROB:
+            return f"logprob {place}: want {len(tokens)} finite logprobs, at most 0 each; got {value!r:.50}"
+    if kept is not None and kept.tokens and not (min(kept.tokens) >= 0 and max(kept.tokens) < vocabulary):
+        low, high = min(kept.tokens), max(kept.tokens)
+        return f"kept tokens: want ids from 0 to {vocabulary - 1}; got {low} to {high}"
+    return None
 
 
 def check_kept(completions: list[list[Completion]], sampling: Sampling, engine: str) -> list[list[Completion]]:

@@ -17,7 +17,7 @@ from rlplus.common.kept_sets import KeptSets
 from rlplus.config import RolloutConfig
 from rlplus.errors import RunFailed
 from rlplus.rollout.clock import rank
-from rlplus.rollout.http_engine import HttpEngine
+from rlplus.rollout.http_engine import MALFORMED, HttpEngine
 from rlplus.rollout.library_push import LibraryPush
 from rlplus.rollout.protocol import Completion, Request, Sampling
 from rlplus.rollout.push import BACKEND, EXTENSION
@@ -156,7 +156,7 @@ class ServerEngine(HttpEngine):
             completions = [self._completion(choice) for choice in choices]
             activity.rollouts.add(len(completions), sum(len(each.tokens) for each in completions))
             return completions
-        except (KeyError, TypeError) as error:
+        except MALFORMED as error:
             raise RunFailed(f"want an answer of vLLM 0.32 from {self.name}; got {str(answer)[:500]}") from error
 
     def _completion(self, choice: dict[str, Any]) -> Completion:
@@ -168,11 +168,13 @@ class ServerEngine(HttpEngine):
                 f"{self.name} generated with the weights of {sorted(versions)}; want those of {self._version}. "
                 "Does another run push to this server, or was it started again?"
             )
-        logprob = [entry["logprob"] for entry in choice["logprobs"]["content"]]
-        finite = [-math.inf if value <= NO_LOGPROB else value for value in logprob]
+        tokens, told = [*choice["token_ids"]], choice["logprobs"]["content"]
+        if (named := [entry["token_id"] for entry in told]) != tokens[: len(named)]:
+            raise RunFailed(f"{self.name}: want logprobs of the tokens {tokens[:8]} ...; got those of {named[:8]} ...")
+        logprob = [-math.inf if entry["logprob"] <= NO_LOGPROB else entry["logprob"] for entry in told]
         mask = choice.get("sampling_mask")
         kept = None if mask is None else KeptSets.of(mask)
-        return Completion(choice["token_ids"], finite, choice["finish_reason"] == "length", kept=kept)
+        return Completion(tokens, logprob, choice["finish_reason"] == "length", kept=kept)
 
     def _send(self, weights: Iterator[tuple[str, Tensor]], version: int) -> None:
         if self._push is not None:

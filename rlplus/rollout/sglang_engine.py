@@ -18,7 +18,7 @@ from rlplus.common import activity
 from rlplus.config import RolloutConfig
 from rlplus.errors import RunFailed
 from rlplus.rollout.clock import rank
-from rlplus.rollout.http_engine import HttpEngine
+from rlplus.rollout.http_engine import MALFORMED, HttpEngine
 from rlplus.rollout.protocol import Completion, Request, Sampling
 from rlplus.rollout.server_http import PATIENCE_S, SGLANG, Requests, parsed
 from rlplus.rollout.server_push import TIMEOUT
@@ -115,14 +115,15 @@ class SGLangEngine(HttpEngine):
                 if len(answers) != len(left):
                     raise RunFailed(f"want {len(left)} responses from {self.name}; got {len(answers)}")
                 for i, answer in zip(left, answers, strict=True):
-                    responses[i] = self._continued(responses[i], answer, params["stop_token_ids"])
-            except (KeyError, TypeError, ValueError) as error:
+                    left_over = limit - len(responses[i].tokens)
+                    responses[i] = self._continued(responses[i], answer, params["stop_token_ids"], left_over)
+            except MALFORMED as error:
                 raise RunFailed(f"want an answer of SGLang 0.5 from {self.name}; got {str(answers)[:500]}") from error
             left = [i for i in left if responses[i].truncated and len(responses[i].tokens) < limit]
         activity.rollouts.add(len(responses), sum(len(each.tokens) for each in responses))
         return responses
 
-    def _continued(self, before: Completion, answer: dict[str, Any], stops: Sequence[int]) -> Completion:
+    def _continued(self, before: Completion, answer: dict[str, Any], stops: Sequence[int], most: int) -> Completion:
         """A response with the tokens of an answer; `truncated` until it has come to a stop token of the run."""
         meta = answer["meta_info"]
         ended, matched = meta["finish_reason"]["type"], meta["finish_reason"].get("matched")
@@ -138,6 +139,12 @@ class SGLangEngine(HttpEngine):
         if not drawn:
             raise RunFailed(f"{self.name} answered without a token")
         tokens = [token for _, token, _ in drawn]
+        if (length := len(tokens)) > most or (ended == "length" and length < most):
+            raise RunFailed(f"{self.name} ended a response with {ended}: want {most} tokens; got {length}")
+        if ended == "stop" and matched != tokens[-1]:
+            raise RunFailed(
+                f"{self.name} ended a response with stop: want the last token {tokens[-1]} as its reason; got {matched}"
+            )
         logprob = [-math.inf if value is None else value for value, _, _ in drawn]  # JSON has no infinity
         return Completion(before.tokens + tokens, before.logprob + logprob, tokens[-1] not in stops)
 

@@ -25,8 +25,8 @@ from rlplus.rollout.protocol import (
     Completion,
     Request,
     Sampling,
-    check_logprobs,
     check_requests,
+    check_responses,
     whole_model,
 )
 from rlplus.rollout.push import watched
@@ -151,7 +151,9 @@ class TransformersEngine:
                 samples = self._generate_batch([requests[i] for i in batch], sampling)
                 for owner, sample in zip(batch, samples, strict=True):
                     completions[owner].append(sample)
-        return check_logprobs(completions)
+        return check_responses(
+            completions, requests, sampling, vocabulary=self._vocabulary, ends=self._ends, engine=self.name
+        )
 
     def _listening(self, sampling: Sampling, prompts: list[Sequence[int]]) -> AbstractContextManager[Recorder | None]:
         """Gives the recorder of sequences behind these prompts, if their experts are asked for."""

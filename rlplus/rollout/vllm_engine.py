@@ -28,8 +28,8 @@ from rlplus.rollout.protocol import (
     Completion,
     Request,
     Sampling,
-    check_logprobs,
     check_requests,
+    check_responses,
     whole_model,
 )
 from rlplus.rollout.push import RECEIVER, parameter_shapes, watched
@@ -132,8 +132,10 @@ class VLLMEngine:
         asked = [({"prompt_token_ids": list(r.prompt)}, p) for r, p in zip(requests, params, strict=True) if r.n]
         outputs = iter(self._run_together(asked) if self._shared else self._run(asked))
         groups = [[_completion(s, sampling.experts) for s in next(outputs).outputs] if r.n else [] for r in requests]
-        return check_logprobs(
-            groups if sampling.temperature else [group * r.n for group, r in zip(groups, requests, strict=True)]
+        if not sampling.temperature:
+            groups = [group * r.n for group, r in zip(groups, requests, strict=True)]
+        return check_responses(
+            groups, requests, sampling, vocabulary=self._vocabulary, ends=self._ends, engine=self.name
         )
 
     def _check_options(self, options: dict[str, Any]) -> None:

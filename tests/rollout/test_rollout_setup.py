@@ -1,16 +1,18 @@
 """The choice of the engine, checks of requests and answers, and engines inside the trainer's process group."""
 
 import json
-import math
 import sys
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from rollout_models import (
     EOS,
+    ODD_LOGPROBS,
+    ODD_TOKENS,
     PROMPTS,
     gap,
     global_state,
@@ -22,8 +24,9 @@ from rollout_models import (
 from trainer_runs import on_ranks
 
 import rlplus.rollout
+from rlplus.common.kept_sets import KeptSets
 from rlplus.config import RolloutConfig
-from rlplus.rollout import Completion, Sampling, check_logprobs, checked_weights, make_engine
+from rlplus.rollout import Completion, Request, RunFailed, Sampling, check_responses, checked_weights, make_engine
 
 
 def test_checked_weights() -> None:
@@ -42,12 +45,61 @@ def test_checked_weights() -> None:
             list(checked_weights(weights, shapes))
 
 
-def test_a_logprob_that_is_not_finite_is_an_error() -> None:
-    good = [[Completion([3, EOS], [-1.0, -2.0], False)]]
-    assert check_logprobs(good) is good
-    for logprob in ([-1.0, math.nan], [-1.0, -math.inf], [-1.0]):
-        with pytest.raises(RuntimeError, match=r"want 2 finite logprobs, .* prompt 1; got"):
-            check_logprobs([[], [Completion([3, EOS], logprob, False)]])
+def checked(*, tokens: Any = (3, EOS), logprob: Any = (-1.0, -2.0), truncated: bool = False, **more: Any) -> Any:
+    """Responses to two requests, of which the second has this one: at most 4 tokens of 8; 1 and 6 end it."""
+    groups = [[], [Completion([*tokens], [*logprob], truncated, **more)]]
+    asked = [Request([2], 0, 4), Request([2, 3], 1, 4)]
+    return check_responses(groups, asked, Sampling(1.0, 0, (6,)), vocabulary=8, ends=[EOS], engine="my engine")
+
+
+@pytest.mark.parametrize(
+    "good",
+    [
+        {},
+        {"tokens": (3, 6), "logprob": (-1, 5e-7)},
+        {"tokens": (EOS,), "logprob": (0.0,)},
+        {"tokens": (7, 0, 2, 3), "logprob": (-1.0,) * 4, "truncated": True},
+        {"kept": KeptSets.of([[3, 0], [EOS, 7]])},
+    ],
+)
+def test_a_response_that_the_model_may_have_sampled_passes(good: dict[str, Any]) -> None:
+    assert len(checked(**good)) == 2
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        *(({"tokens": (token, EOS)}, "token 1: want an id from 0 to 7; got") for token in ODD_TOKENS),
+        ({"tokens": (), "logprob": ()}, "want 1 to 4 tokens; got 0"),
+        ({"tokens": (3, 3, 3, 3, EOS), "logprob": (-1.0,) * 5}, "want 1 to 4 tokens; got 5"),
+        ({"tokens": (EOS, 3), "truncated": True}, "token 1: want nothing behind the end token 1; got 1 more"),
+        ({"tokens": (6, EOS)}, "token 1: want nothing behind the end token 6"),
+        ({"tokens": (3, 2)}, r"stop: want one of the end tokens \[1, 6\] as the last; got 2"),
+        ({"tokens": (3, 2), "truncated": True}, "length: want 4 tokens without an end token .*; got 2, of which"),
+        ({"tokens": (3, 2, 3, 6), "truncated": True}, "length: want 4 tokens .* the last is 6"),
+        ({"logprob": (-1.0,)}, "want 2 finite logprobs, one a token; got 1"),
+        *(({"logprob": (-1.0, value)}, "logprob 2: want 2 finite logprobs") for value in ODD_LOGPROBS),
+        ({"kept": KeptSets.of([[3, 8], [EOS]])}, "kept tokens: want ids from 0 to 7; got 1 to 8"),
+        ({"kept": KeptSets.of([[3, -1], [EOS]])}, "kept tokens: want ids from 0 to 7; got -1 to 3"),
+    ],
+)
+def test_a_response_that_it_cannot_have_sampled_is_an_error(fault: dict[str, Any], message: str) -> None:
+    with pytest.raises(RunFailed, match=f"^my engine, request 1, response 0: .*{message}") as error:
+        checked(**fault)
+    assert "\n" not in str(error.value)
+    assert len(str(error.value)) < 200
+
+
+def test_an_engine_answers_each_request_with_as_many_responses() -> None:
+    with pytest.raises(RunFailed, match="my engine, request 0: want 2 responses; got 1"):
+        check_responses(
+            [[Completion([EOS], [-1.0], False)]],
+            [Request([2], 2, 4)],
+            Sampling(1.0, 0),
+            vocabulary=8,
+            ends=[EOS],
+            engine="my engine",
+        )
 
 
 def test_choice_of_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from engine_runs import write_start
-from rollout_models import EOS, MAX_MODEL_LEN, PAD, PROMPTS, gap, requests, save, tiny_model
+from rollout_models import EOS, MAX_MODEL_LEN, ODD_LOGPROBS, ODD_TOKENS, PAD, PROMPTS, gap, requests, save, tiny_model
 from sglang_servers import OTHER_END, FakeSGLang, RealSGLang, whole_response
 from trainer_runs import metrics, run_config
 
@@ -220,6 +220,25 @@ def test_answers_that_are_not_this_runs(fake: FakeSGLang, engine: RolloutEngine)
     fake.finish, fake.matched, fake.version = "", None, "12"
     with pytest.raises(RunFailed, match=r"generated with the weights of \['12'\]; want those of 1\. Does another run"):
         ask()
+    for drawn, changes, message in [
+        *(([[-1.0, token, None], [-1.0, EOS, None]], {}, rf"token 1: want .*; got {token!r}") for token in ODD_TOKENS),
+        *(
+            ([[value, 5, None], [-1.0, EOS, None]], {}, "logprob 1: want 2 finite logprobs")
+            for value in (None, *ODD_LOGPROBS)
+        ),
+        ([], {}, "without a token"),
+        (None, {}, "without a token"),
+        ([[-1.0, 5, None]] * 4 + [[-1.0, EOS, None]], {}, "ended a response with stop: want 4 tokens; got 5"),
+        ([[-1.0, 5, None]] * 5, {"type": "length"}, "with length: want 4 tokens; got 5"),
+        ([[-1.0, 5, None]] * 2, {"type": "length"}, "with length: want 4 tokens; got 2"),
+        ([[-1.0, 5, None]] * 2, {}, "want the last token 5 as its reason; got 1"),
+        ([[-1.0, 5, None]] * 2, {"matched": None}, "want the last token 5 as its reason; got None"),
+        ([[-1.0, EOS, None], [-1.0, 5, None]], {"matched": 5}, "token 1: want nothing behind the end token 1"),
+    ]:
+        meta = {"finish_reason": {"type": "stop", "matched": EOS} | changes, "output_token_logprobs": drawn}
+        fake.odd["/generate"] = (200, [{"meta_info": meta | {"weight_versions": [{"version": "1"}]}}])
+        with pytest.raises(RunFailed, match=f"sglang at {fake.url}.*{message}"):
+            ask()
     for answer in ([], [{"meta_info": {}}], {"error": "no"}):
         fake.odd["/generate"] = (200, answer)
         with pytest.raises(RunFailed, match=r"want (1 responses|an answer of SGLang 0.5) from sglang at"):

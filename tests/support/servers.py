@@ -144,13 +144,13 @@ class FakeServer:
         if path != "/inference/v1/generate":
             return None
         self.asked.append(body)
-        entry = {"token_id": 5, "logprob": -0.25}
+        content = [{"token_id": token, "logprob": -0.25} for token in (5, EOS)]
         choices = [
             {
                 "index": i,
                 "token_ids": [5, EOS],
                 "finish_reason": "stop",
-                "logprobs": {"content": [entry, entry]},
+                "logprobs": {"content": content},
                 "weight_versions": [{"version": self.version, "start": 0, "end": 2}],
             }
             | self.choice

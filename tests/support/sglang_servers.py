@@ -85,10 +85,11 @@ class FakeSGLang:
         ends = {EOS, OTHER_END, *params["stop_token_ids"]}
         tokens = whole_response(prompt, params["max_new_tokens"], list(ends))
         reason = self.finish or ("stop" if tokens[-1] in ends else "length")
+        matched = tokens[-1] if reason == "stop" and self.matched is None else self.matched
         return {
             "output_ids": tokens[:-1] if reason == "stop" else tokens,
             "meta_info": {
-                "finish_reason": {"type": reason, "matched": self.matched},
+                "finish_reason": {"type": reason, "matched": matched},
                 "weight_versions": [{"version": self.version, "start": 0, "end": len(tokens)}],
                 "output_token_logprobs": [[-token / 8, token, None] for token in tokens],
             },
