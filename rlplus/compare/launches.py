@@ -128,9 +128,15 @@ class Runner:
             except ValueError as error:
                 raise ValueError(f"settings.{name}: {error}") from error
         for run in reported:
-            if self.config_of(run).evaluation.data is None:
+            config = self.config_of(run)
+            if config.evaluation.data is None:
                 problems = "evaluation.data or evaluation.benchmarks, the problems to evaluate on"
                 raise ValueError(f"{run.title}: want {problems}; got neither")
+            if config.model.path is None:
+                raise ValueError(
+                    "want model.path, the base model that is evaluated and that every method starts from; "
+                    "got model.scratch, whose random weights would be others for each seed"
+                )
         if (search := self.comparison.search) is not None:
             for setting, method in self._searches(reported):
                 self.config_of(self.chain(setting, search.seed, method, search.rates[:1])[-1])

@@ -65,6 +65,9 @@ COMPARISON = {
 }
 
 
+NO_BASE = "want model.path, the base model that is evaluated and .*; got model.scratch, whose random weights"
+
+
 def test_the_plan_of_a_comparison_counts_every_run_once(
     tmp_path: Path, model: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -136,6 +139,7 @@ def test_tries_of_a_method_with_another_ones_rate_are_what_others_start_from(tmp
         ),
         ({}, ["train.lrr=1"], r"train\.lrr: unknown key; nearest: train\.lr"),
         ({}, ["train.prompts_per_update=3"], "all, Base, seed 0: (?s:.*)prompts_per_update"),
+        ({}, ["model.path=null", "model.scratch={hidden_size: 8, layers: 1, heads: 1}"], NO_BASE),
     ],
 )
 def test_what_cannot_be_planned_is_refused(
@@ -150,6 +154,15 @@ def test_what_cannot_be_planned_is_refused(
     path = write(tmp_path / "compare.yaml", COMPARISON | changes)
     assert main(["plan", str(path), *options]) == 2
     assert re.search(message, capsys.readouterr().err)
+
+
+def test_a_model_from_scratch_is_no_base(tmp_path: Path, model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Refused before a run has a folder: an evaluation of the base would look for a model of the name None."""
+    path = run_file(tmp_path, model)
+    path.write_text(path.read_text().replace(f"path: {model}", "scratch: {hidden_size: 8, layers: 1, heads: 1}"))
+    assert main(["compare", str(path), "--presets", "grpo,sft", "--output", str(tmp_path / "out")]) == 2
+    assert re.search(NO_BASE, capsys.readouterr().err)
+    assert not (tmp_path / "out/runs").exists()
 
 
 @pytest.mark.slow
