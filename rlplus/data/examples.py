@@ -24,6 +24,7 @@ from rlplus.data.prompts import (
     with_demonstration,
 )
 from rlplus.data.row_files import MissingColumn, Row, get_column, read_rows, required_column, row_names
+from rlplus.data.tokenizer import encode
 
 CHUNK = 1000  # rows tokenised together, on all cores
 
@@ -294,7 +295,7 @@ def _encode_demonstrations(
     finals = {chat: demonstration_end(tokenizer, ends, chat=chat) for chat in (False, True)}
     known = {*ends, *finals.values()}
     texts = [row.demonstration for row in chunk if row.demonstration is not None]
-    encoded = iter(tokenizer(texts, add_special_tokens=False).input_ids if texts else [])
+    encoded = iter(encode(tokenizer, texts))
     demonstrations: list[list[int] | None] = []
     for row in chunk:
         ids = None if row.demonstration is None else next(encoded)

@@ -4,10 +4,10 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from rlplus.config import DataConfig
+from rlplus.data.tokenizer import encode
 
 Prompt = str | list[dict[str, str]]
 Tools = list[dict[str, Any]]
@@ -98,8 +98,8 @@ def encode_prompts(
     around_response: each prompt has RESPONSE_MARK once, in whose place RESPONSE_ID stands, behind the prefix.
     """
     plain = [] if around_response else [prompt for _, prompt, _ in prompts if isinstance(prompt, str)]
-    texts = iter(tokenizer(plain).input_ids if plain else [])
-    end = [] if prefix is None else tokenizer([prefix], add_special_tokens=False).input_ids[0]
+    texts = iter(encode(tokenizer, plain, special=True))
+    end = [] if prefix is None else encode(tokenizer, [prefix])[0]
     if prefix is not None and not end:
         raise ValueError(f"want data.response_prefix of at least one token; got {prefix!r}")
 
@@ -133,8 +133,8 @@ def _around_response(
             f"{where}: want one place for the response that a teacher sees, {{demonstration}} of "
             f"algorithm.recipe.template, in the prompt that the chat template makes; got {len(parts) - 1}"
         )
-    before = tokenizer([parts[0] + (prefix or "")], add_special_tokens=plain).input_ids[0]
-    return before, tokenizer([parts[1]], add_special_tokens=False).input_ids[0]
+    before = encode(tokenizer, [parts[0] + (prefix or "")], special=plain)[0]
+    return before, encode(tokenizer, [parts[1]])[0]
 
 
 def with_response(prompt: Sequence[int], response: Sequence[int]) -> list[int]:
@@ -159,5 +159,6 @@ def _in_chat(
         return tokenizer.apply_chat_template(
             messages, tools=tools, add_generation_prompt=True, return_dict=False, tokenize=tokenize
         )
-    except TemplateError as error:
-        raise ValueError(f"{where}: the chat template refuses these messages: {error}") from error
+    except Exception as error:  # a template is a program: it divides by zero, or calls itself without end
+        reason = " ".join(str(error).split()) or repr(error)
+        raise ValueError(f"{where}: the chat template refuses these messages: {reason}") from error

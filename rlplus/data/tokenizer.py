@@ -55,6 +55,21 @@ def load_tokenizer(model: ModelConfig, path: str | None = None) -> PreTrainedTok
     return tokenizer
 
 
+def encode(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], *, special: bool = False) -> list[list[int]]:
+    """Token ids of each text. special: with the tokenizer's default special tokens.
+
+    ValueError where it cannot encode one, such as a word that it does not know if it has no token for these.
+    """
+    if not texts:
+        return []
+    try:
+        ids: list[list[int]] = tokenizer(list(texts), add_special_tokens=special).input_ids
+    except Exception as error:  # its library raises plain ones
+        name = tokenizer.name_or_path
+        raise ValueError(f"the tokenizer of {name!r} cannot encode a text: {' '.join(str(error).split())}") from error
+    return ids
+
+
 def response_text(
     tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int], prefix: str | None, ends: Sequence[int] = ()
 ) -> str:
