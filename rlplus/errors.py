@@ -1,6 +1,7 @@
 """Error messages: causes in one line, hints at mistyped names, how a command ended, safe text, the log."""
 
 import logging
+import re
 import signal
 from collections.abc import Iterable
 from difflib import get_close_matches
@@ -77,9 +78,14 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text)
 
 
+def without_passwords(text: str) -> str:
+    """The text with *** in the place of what stands before the @ of an address: a user's name and password."""
+    return re.sub(r"(:/+)\S*@", r"\1***@", text)
+
+
 class _Formatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
-        return printable(super().format(record))
+        return printable(without_passwords(super().format(record)))
 
 
 def log_to_stderr() -> None:

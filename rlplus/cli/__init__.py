@@ -25,7 +25,7 @@ from rlplus.cli import (
     watch,
     write_problems,
 )
-from rlplus.errors import RunFailed, install_command, log_to_stderr, printable
+from rlplus.errors import RunFailed, install_command, log_to_stderr, printable, without_passwords
 
 TRAIN = (  # modules of the extra `train`
     "accelerate", "deepspeed", "jinja2", "math_verify", "numpy", "pyarrow", "pydantic", "rich", "tensorboard",
@@ -74,7 +74,7 @@ def _check_trainer() -> None:
 def _complain(message: str) -> None:
     """Write to stderr, unless its reader is gone: Ctrl-C also ends `tee`. The exit status reports it anyway."""
     try:
-        print(printable(message), file=sys.stderr, flush=True)
+        print(printable(without_passwords(message)), file=sys.stderr, flush=True)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())  # the interpreter flushes once more
 

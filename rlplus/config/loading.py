@@ -16,7 +16,7 @@ from rlplus.common.yaml_text import parse_yaml
 from rlplus.config.folders import DATA_SUFFIXES
 from rlplus.config.schema import Config
 from rlplus.config.synonyms import synonym
-from rlplus.errors import hint
+from rlplus.errors import hint, without_passwords
 from rlplus.loss.objective import Objective
 
 _NAMED = 4  # problems of a recorded one in a message
@@ -206,7 +206,7 @@ def _value(parts: Sequence[str], text: str, override: str) -> Any:
     try:
         return parse_yaml(text, "the value")
     except ValueError as error:
-        raise ValueError(f"override {override[:80]!r}: the value is not valid YAML") from error
+        raise ValueError(f"override {without_passwords(override)[:80]!r}: the value is not valid YAML") from error
 
 
 def _section(annotation: Any) -> type[BaseModel] | None:
@@ -288,7 +288,11 @@ def _unknown_line(key: str, stage: str = "") -> str:
 
 
 def problem_lines(detail: Any) -> list[str]:
-    """Lines for one pydantic error: the dotted key, what was wanted and what came."""
+    """Lines for one pydantic error: the dotted key, what was wanted and what came, without an address's password."""
+    return [without_passwords(line) for line in _problem_lines(detail)]
+
+
+def _problem_lines(detail: Any) -> list[str]:
     key = ".".join(str(part) for part in detail["loc"] if part != "[key]")
     kind, value = detail["type"], detail["input"]
     prefix = f"{key}: " if key else ""
@@ -305,5 +309,6 @@ def problem_lines(detail: Any) -> list[str]:
     near = ""
     if kind == "literal_error" and isinstance(value, str):
         near = hint(value, re.findall(r"'([^']*)'", detail["ctx"]["expected"]))
-    shown = repr(value) if len(repr(value)) <= 80 else repr(value)[:77] + "..."
+    shown = without_passwords(repr(value))  # before the cut, which may take the @
+    shown = shown if len(shown) <= 80 else shown[:77] + "..."
     return [f"{prefix}{wanted}; got {shown} ({type(value).__name__}){near}"]

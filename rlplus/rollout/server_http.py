@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import SplitResult, urlsplit
 
+from rlplus.errors import without_passwords
+
 KEEPALIVE = ((socket.TCP_KEEPIDLE, 15), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 3))  # a dead host shows in 30 s
 PATIENCE_S = 60.0  # limit for a connection and for what a server always answers
 
@@ -128,7 +130,8 @@ def split(url: str, kind: Kind = VLLM) -> SplitResult:
     except ValueError:  # the port, or a name that no host has
         good = False
     if not good or parts.query or parts.fragment:
-        raise ValueError(f"want {kind.url} such as http://localhost:8000; got {url}")
+        key = f". The server's key is read from {kind.secret}" if "@" in url else ""
+        raise ValueError(f"want {kind.url} such as http://localhost:8000; got {without_passwords(url)}{key}")
     return parts._replace(path=parts.path.rstrip("/"))
 
 

@@ -18,6 +18,7 @@ from typing import Any, Self
 from rlplus.common import activity
 from rlplus.common.terminal import Terminal, duration
 from rlplus.config import PROGRESS
+from rlplus.errors import without_passwords
 from rlplus.trainer.progress import Progress
 from rlplus.trainer.stop import Interrupted
 
@@ -101,7 +102,7 @@ class Reporter:
             self._write("finished" if finished else "stopped", progress.early_end if progress is not None else "")
         else:
             stopped = isinstance(error, Interrupted)
-            self._write("stopped" if stopped else "failed", str(error) or type(error).__name__)
+            self._write("stopped" if stopped else "failed", without_passwords(str(error)) or type(error).__name__)
 
     def follow(self, progress: Progress, earlier: Sequence[Mapping[str, float]]) -> None:
         """The counts of the run from here on. earlier: the metrics of the steps before, for a run that is resumed."""

@@ -58,10 +58,10 @@ def test_the_log_has_our_warnings_and_others_errors(
         log_to_stderr()
         logging.getLogger("rlplus.x").warning("%s", HOSTILE)
         logging.getLogger("others.x").warning("nothing to act on")
-        logging.getLogger("others.x").error("broken")
+        logging.getLogger("others.x").error("broken http://me:secret@host/x")
     finally:
         root.setLevel(level)
-    assert capsys.readouterr().err == f"WARNING rlplus.x: {SHOWN}\nERROR others.x: broken\n"
+    assert capsys.readouterr().err == f"WARNING rlplus.x: {SHOWN}\nERROR others.x: broken http://***@host/x\n"
 
 
 @pytest.mark.parametrize(
