@@ -7,10 +7,12 @@
 
 A checkpoint is written under the name `saving`, flushed to the disk, renamed, and only then named in `latest`. `verify`
 compares the checksums that torch.save puts into its zip archives, and state.json's, before anything is loaded.
+state.json has the step and a CRC-32 of each archive's checksums, by its name: a file of another step or rank is damage.
 Loading unpickles (DeepSpeed's format does): load only checkpoints that you wrote yourself.
 """
 
 import json
+import logging
 import random
 import re
 import shutil
@@ -30,8 +32,11 @@ from rlplus.common import agree
 from rlplus.common.durable import flush, flush_all, make_folder, remove_unfinished, write_text
 from rlplus.common.textfiles import read_text
 
+logger = logging.getLogger(__name__)
+
 SAVING = "saving"
 NAME = re.compile(r"step-\d+")
+UNKNOWN, UNLISTED = "unknown", "unlisted"  # in the place of an `_identity`
 WRITTEN = {"step", "world_size", "rank_state", "files"}  # added by `save` to a state; rank_state: whether there is one
 
 
@@ -207,7 +212,8 @@ def _frozen(model: nn.Module) -> set[str]:
 def _publish(folder: Path, final: Path, state: dict[str, Any], keep: int, spared: str | None) -> None:
     """Rename the finished `saving` to `final`, name it in `latest`, delete old checkpoints."""
     saving = folder / SAVING
-    text = json.dumps(state | {"files": _archives(saving)})
+    files = {name: _identity(saving / name) for name in _archives(saving)}
+    text = json.dumps(state | {"files": files})
     write_text(saving / "state.json", text)
     write_text(saving / "state.crc32", f"{zlib.crc32(text.encode()):08x}")
     flush_all(saving)
@@ -231,23 +237,32 @@ def point_to(checkpoint: Path) -> None:
 
 
 def verify(checkpoint: Path) -> None:
-    """ValueError on all ranks if a file is changed or missing; it names the newest older intact checkpoint.
+    """ValueError on all ranks if a file is changed, missing or of another step; it names the newest older intact one.
 
     Collective. Each rank reads its share of the files once, in pieces, and compares their CRC-32.
     """
-    files = _checked_files(checkpoint)
-    shares = agree.gathered(_damage(files[dist.get_rank() :: dist.get_world_size()]))
+    files, rank = _checked_files(checkpoint), dist.get_rank()
+    shares = agree.gathered(_damage(dict([*files.items()][rank :: dist.get_world_size()])))
     if damage := [text for share in shares for text in share]:
-        older = _newest_whole(checkpoint) if dist.get_rank() == 0 else None
+        older = _newest_whole(checkpoint) if rank == 0 else None
         raise ValueError(f"{'; '.join(damage)}. {agree.gathered(older)[0]}")
 
 
-def _checked_files(checkpoint: Path) -> list[Path]:
-    """state.json and the files that it lists, missing ones too."""
-    names = _archives(checkpoint)
+def _checked_files(checkpoint: Path) -> dict[Path, str]:
+    """Each archive that is there or that state.json lists, with the `_identity` in state.json, or UNKNOWN or UNLISTED.
+
+    Before them state.json. Versions up to 0.3 listed names only.
+    """
+    found = _archives(checkpoint)
+    listed: Any = dict.fromkeys(found, UNKNOWN)
     with suppress(ValueError, OSError):  # damaged, which its own check reports
-        names = read_state(checkpoint)["files"]
-    return [checkpoint / name for name in ("state.json", *sorted(names))]
+        listed = read_state(checkpoint)["files"]
+    if isinstance(listed, list):
+        if dist.get_rank() == 0:
+            logger.warning("%s is of rlplus 0.3 or earlier: files of other steps in it are not noticed", checkpoint)
+        listed = dict.fromkeys(listed, UNKNOWN)
+    files = dict.fromkeys(found, UNLISTED) | listed
+    return {checkpoint / "state.json": ""} | {checkpoint / name: files[name] for name in sorted(files)}
 
 
 def _newest_whole(than: Path) -> str:
@@ -257,18 +272,29 @@ def _newest_whole(than: Path) -> str:
     return "There is no older checkpoint that is whole"
 
 
-def _damage(files: Sequence[Path]) -> list[str]:
-    """A line for each damaged file."""
+def _damage(files: Mapping[Path, str]) -> list[str]:
+    """A line for each damaged file. files: as from `_checked_files`."""
     found = []
-    for file in files:
+    for file, identity in files.items():
         try:
             if file.suffix == ".json":
-                _read_checked(file)
+                if (step := _checked_state(file)["step"]) != _step(file.parent):
+                    raise ValueError(f"it was saved at step {step}")
             else:
                 _check_archive(file)
+                if identity not in (UNKNOWN, _identity(file)):
+                    what = "lacks it" if identity == UNLISTED else "was saved with another file of this name"
+                    raise ValueError(f"state.json {what}")
         except Exception as error:  # a damaged archive can raise anything
             found.append(f"{file} is damaged: {error}")
     return found
+
+
+def _identity(file: Path) -> str:
+    """A CRC-32 of an archive's table, which has the CRC-32 of each entry: quick where the archive is long."""
+    with zipfile.ZipFile(file) as archive:
+        table = [(entry.filename, entry.file_size, entry.CRC) for entry in archive.infolist()]
+    return f"{zlib.crc32(repr(table).encode()):08x}"
 
 
 def _check_archive(file: Path) -> None:
@@ -281,27 +307,26 @@ def _check_archive(file: Path) -> None:
                 raise ValueError(f"the entry of {entry.filename} in its table is wrong")
 
 
-def _read_checked(file: Path) -> Any:
-    """The JSON in `file`; ValueError if its CRC-32 is missing or differs."""
+def _checked_state(file: Path) -> dict[str, Any]:
+    """The JSON in `file`; ValueError if its CRC-32 is missing or differs, or a key is missing."""
     content, written = file.read_bytes(), file.with_suffix(".crc32")
     if not written.exists():
         raise ValueError(f"{written.name} beside it is missing, which rlplus writes since version 0.2.0")
     if written.read_bytes() != f"{zlib.crc32(content):08x}".encode():
         raise ValueError("its CRC-32 is wrong")
-    return json.loads(content)
+    state: dict[str, Any] = json.loads(content)
+    if not isinstance(state, dict) or not state.keys() >= WRITTEN:
+        raise ValueError(f"want an object with {', '.join(sorted(WRITTEN))}; got {str(state)[:100]}")
+    return state
 
 
 def read_state(checkpoint: Path) -> dict[str, Any]:
     """The JSON state of a checkpoint: `save`'s `state` and WRITTEN."""
     file = checkpoint / "state.json"
     try:
-        state: dict[str, Any] = _read_checked(file)
+        return _checked_state(file)
     except ValueError as error:
         raise ValueError(f"{file} is damaged: {error}") from error
-    if not isinstance(state, dict) or not state.keys() >= WRITTEN:
-        wanted = ", ".join(sorted(WRITTEN))
-        raise ValueError(f"{file} is damaged: want an object with {wanted}; got {str(state)[:100]}")
-    return state
 
 
 def read_rank_state(checkpoint: Path, rank: int, mapped: bool = False) -> Any:

@@ -1,6 +1,7 @@
 """A teacher whose hidden states for demonstrations are kept in files: the same loss, and what is refused."""
 
 import json
+import random
 import re
 import runpy
 import shutil
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from engine_runs import same
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from teachers import make_teacher, shown, taught
 from tokenizers import AddedToken
 from trainer_runs import metrics, run_config, write_task
@@ -205,12 +206,78 @@ def test_damaged_files_are_named_and_made_again(tmp_path: Path, script: Any, mon
         with pytest.raises(ValueError, match="remove it"):
             keep(script, tmp_path, teacher)
     second.unlink()
-    with pytest.raises(ValueError, match="lacks 2"):
+    with pytest.raises(ValueError, match=r"states-00002.safetensors is damaged \(.*No such file"):
         train(stored(tmp_path))
     keep(script, tmp_path, teacher)
     assert (first.read_bytes(), third.read_bytes()) == others
     assert len(TeacherStates(tmp_path / "states")) == 6
     train(stored(tmp_path))
+
+
+def read_all(folder: Path) -> dict[str, torch.Tensor]:
+    """All that a run reads of a folder."""
+    states = TeacherStates(folder)
+    everything = {name: states.read(name) for name in sorted(states._shards)}
+    return everything | states.head() | {"facts": torch.tensor([*json.dumps(states.facts).encode()])}
+
+
+def test_a_flipped_bit_is_found_or_has_no_effect(tmp_path: Path, script: Any) -> None:
+    """In tensors, headers and states.json: 200 places of each file."""
+    folder = keep(script, tmp_path, make_teacher(tmp_path))
+    truth, draw, found = read_all(folder), random.Random(0), 0
+    for file in (path for path in folder.iterdir() if path.name != teacher_states.LOCK):
+        whole = file.read_bytes()
+        for _ in range(200):
+            bit = draw.randrange(8 * len(whole))
+            file.write_bytes(whole[: bit // 8] + bytes([whole[bit // 8] ^ 1 << bit % 8]) + whole[bit // 8 + 1 :])
+            try:
+                now = read_all(folder)
+            except ValueError as error:
+                assert str(folder) in str(error)  # noqa: PT017
+                found += 1
+            else:
+                assert now.keys() == truth.keys(), bit
+                assert all(torch.equal(now[name], truth[name]) for name in truth), bit
+        file.write_bytes(whole)
+    assert found > 590
+
+
+def test_a_file_of_another_teacher_is_found(tmp_path: Path, script: Any) -> None:
+    """It is whole, and has the same names and shapes."""
+    folder = keep(script, tmp_path, make_teacher(tmp_path))
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "task.jsonl").write_bytes((tmp_path / "task.jsonl").read_bytes())
+    there = keep(script, other, make_teacher(other, seed=8))
+    for name in ("head.safetensors", "states-00001.safetensors", "states.json"):
+        mine = (folder / name).read_bytes()
+        (folder / name).write_bytes((there / name).read_bytes())
+        with pytest.raises(ValueError, match=r"is damaged \(want a (header|tensor) with CRC-32"):
+            read_all(folder)
+        (folder / name).write_bytes(mine)
+    (folder / "states-00002.safetensors").write_bytes((there / "states-00001.safetensors").read_bytes())
+    assert read_all(folder).keys() >= TeacherStates(folder)._shards.keys(), "a file that was not noted is not read"
+    keep(script, tmp_path, make_teacher(tmp_path))
+    assert not (folder / "states-00002.safetensors").exists()
+
+
+def test_a_folder_of_an_earlier_version_is_read_with_a_warning(
+    tmp_path: Path, script: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Without checksums; the script adds them to the headers that it finds."""
+    folder = keep(script, tmp_path, make_teacher(tmp_path))
+    facts = json.loads((folder / "states.json").read_text())
+    (folder / "states.json").write_text(json.dumps({name: facts[name] for name in ("complete", "teacher")}))
+    for path in folder.glob("*.safetensors"):
+        save_file(load_file(path), path)
+    caplog.clear()
+    train(stored(tmp_path))
+    assert "was written by rlplus 0.3 or earlier, without checksums: damage is not noticed" in caplog.text
+    keep(script, tmp_path, make_teacher(tmp_path))
+    assert TeacherStates(folder).files is not None
+    (folder / "states.json").write_text(json.dumps(facts | {"seal": "", "complete": True}))
+    with pytest.raises(ValueError, match="its checksum is missing"):
+        TeacherStates(folder)
 
 
 def test_a_writer_killed_at_its_start_leaves_nothing_in_the_way(tmp_path: Path, script: Any) -> None:

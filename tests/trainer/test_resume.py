@@ -12,7 +12,7 @@ import pytest
 import quick
 import torch
 from engine_runs import changed, same
-from trainer_runs import metrics, on_ranks, run_config
+from trainer_runs import metrics, on_ranks, run_config, write_state
 
 from rlplus import checkpoint
 from rlplus.cli import main
@@ -100,18 +100,18 @@ def test_a_flipped_bit_is_found_or_has_no_effect(tmp_path):
     found = 0
     for place in range(len(whole)):
         damaged(file, place)
-        if checkpoint._damage([file]):
+        if checkpoint._damage({file: checkpoint.UNKNOWN}):
             found += 1
         else:
             with suppress(RuntimeError):  # torch finds it
                 assert equal(torch.load(file), value), place
         file.write_bytes(whole)
-    assert not checkpoint._damage([file])
+    assert not checkpoint._damage({file: checkpoint.UNKNOWN})
     assert found >= 20 * 8 + 3 * 4  # the bytes of the numbers at least
     for entry in re.finditer(rb"PK\x01\x02", whole):
         for place in range(entry.start() + 20, entry.start() + 28):  # both sizes, found before torch raises
             damaged(file, place)
-            assert checkpoint._damage([file]), place
+            assert checkpoint._damage({file: checkpoint.UNKNOWN}), place
             file.write_bytes(whole)
 
 
@@ -144,6 +144,80 @@ def test_damage_is_named_and_resumed_before_it_when_told(tmp_path, name):
     assert same(whole, place)
     assert checkpoint.latest(checkpoints) == checkpoints / "step-000003"
     checkpoint.verify(checkpoints / "step-000003")
+
+
+def mixed(checkpoints: Path, kind: str) -> None:
+    """Change the set of files of step 3: each of them is whole."""
+    last, other = checkpoints / "step-000003", checkpoints / "step-000002"
+    if kind == "state.json":
+        for name in ("state.json", "state.crc32"):
+            shutil.copy(other / name, last / name)
+    elif kind == "a further file":
+        shutil.copy(last / "rng-0.pt", last / "rng-1.pt")
+    elif kind == "a renamed folder":
+        shutil.rmtree(last)
+        shutil.copytree(other, last)
+    else:
+        (file,) = other.rglob(f"*{kind}*")
+        shutil.copy(file, last / file.relative_to(other))
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("optim_states", "optim_states.pt is damaged: state.json was saved with another file of this name"),
+        ("model_states", "model_states.pt is damaged: state.json was saved with another file of this name"),
+        ("rank-0.pt", "rank-0.pt is damaged: state.json was saved with another file of this name"),
+        ("state.json", "state.json is damaged: it was saved at step 2"),
+        ("a further file", "rng-1.pt is damaged: state.json lacks it"),
+        ("a renamed folder", "state.json is damaged: it was saved at step 2"),
+    ],
+)
+def test_a_file_of_another_step_is_damage(mixable: Path, tmp_path: Path, kind: str, message: str) -> None:
+    """Although the file itself is whole; an older checkpoint stays the way out."""
+    checkpoints = shutil.copytree(mixable / "checkpoints", tmp_path / "checkpoints")
+    checkpoint.verify(checkpoints / "step-000003")
+    mixed(checkpoints, kind)
+    with pytest.raises(ValueError, match=message) as error:
+        checkpoint.verify(checkpoints / "step-000003")
+    assert "The newest older checkpoint that is whole: step-000002" in str(error.value)
+
+
+@pytest.fixture(scope="module")
+def mixable(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run with three checkpoints, each with the state of a rank."""
+    folder = tmp_path_factory.mktemp("mixable")
+    rollout = {"segment": 3}  # batches that wait are a rank's
+    return train(run_config(folder, train={"steps": 3}, checkpoint={"every": 1, "keep": 9}, rollout=rollout))
+
+
+def test_the_same_bytes_of_another_rank_are_damage(mixable: Path, tmp_path: Path) -> None:
+    """torch.save puts the file's name into its entries: the random state of rank 0 is none of rank 1."""
+    saved = tmp_path / "step-000003"
+    shutil.copytree(mixable / "checkpoints/step-000003", saved)
+    torch.save(torch.load(saved / "rng-0.pt", weights_only=False), saved / "rng-1.pt")
+    state = checkpoint.read_state(saved)
+    state["files"]["rng-1.pt"] = checkpoint._identity(saved / "rng-1.pt")
+    write_state(saved, state)
+    checkpoint.verify(saved)
+    shutil.copy(saved / "rng-0.pt", saved / "rng-1.pt")
+    with pytest.raises(ValueError, match=r"rng-1.pt is damaged: state.json was saved with another file of this name"):
+        checkpoint.verify(saved)
+
+
+def test_a_checkpoint_of_an_earlier_version_resumes_with_a_warning(tmp_path, caplog):
+    """Its state.json has names only."""
+    config = run_config(tmp_path, train={"steps": 1})
+    saved = train(config) / "checkpoints/step-000001"
+    state = checkpoint.read_state(saved)
+    write_state(saved, state | {"files": sorted(state["files"])})
+    caplog.clear()
+    folder = train(changed(config, "train", steps=2), resume="newest")
+    assert "is of rlplus 0.3 or earlier: files of other steps in it are not noticed" in caplog.text
+    assert len(metrics(folder)) == 2
+    (saved / "rng-0.pt").unlink()
+    with pytest.raises(ValueError, match=r"rng-0.pt is damaged: .*No such file"):
+        train(changed(config, "train", steps=3), resume="step-000001")
 
 
 def test_files_are_on_the_disk_before_the_checkpoint_is_named(tmp_path, monkeypatch):
