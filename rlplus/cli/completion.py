@@ -132,7 +132,7 @@ def _has_overrides(parser: argparse.ArgumentParser) -> bool:
 
 def _words(action: argparse.Action) -> str:
     """The values that are offered, between spaces."""
-    return " ".join(map(str, action.choices or (GPU_NAMES if action.dest == "gpu" else ())))
+    return " ".join(map(str, action.choices or ((*GPU_NAMES, "cpu") if action.dest == "gpu" else ())))
 
 
 def _quoted(text: str) -> str:

@@ -16,8 +16,8 @@ def add(commands: "Commands") -> None:
     init = commands.add_parser("init", help="write a first configuration, for your model, data and GPU, that fits")
     init.add_argument("--model", required=True, help="a Hugging Face folder, or a name on the hub")
     init.add_argument("--data", required=True, help="a file of prompts and answers: JSON lines or Parquet")
-    init.add_argument("--gpu", help=KNOWN_GPUS)
-    init.add_argument("--gpus", type=int, help="how many; default: 1 where --gpu is given, else this machine's, or 8")
+    init.add_argument("--gpu", help=f"{KNOWN_GPUS}, or its CPU")
+    init.add_argument("--gpus", type=int, help="how many; default: 1 where --gpu is given, else this machine's")
     init.add_argument("--out", default="run.yaml", help="the file to write, run.yaml by default; never overwritten")
     init.add_argument("overrides", nargs="*", default=[], metavar="key=value", help="fixed: rollout.group_size=16")
     init.set_defaults(run=run)
@@ -33,13 +33,14 @@ def run(args: argparse.Namespace) -> None:
     if not out.parent.is_dir():
         raise ValueError(f"want --out a file in a folder that exists; got {out}")
     quiet_imports()
-    import torch
+    from torch.cuda import is_available
 
     from rlplus.common.terminal import Terminal
     from rlplus.init import start
-    from rlplus.plan import make_cluster
+    from rlplus.plan import CPU, make_cluster
 
-    cluster = make_cluster(1 if args.gpus is None and args.gpu else args.gpus, args.gpu)
+    gpu = args.gpu or (None if is_available() else CPU)
+    cluster = make_cluster(1 if args.gpus is None and gpu else args.gpus, gpu)
     activity.current.begin("first settings")
     with saying_phases("rlplus init"):
         begun = start(args.model, args.data, cluster, args.overrides)
@@ -47,11 +48,11 @@ def run(args: argparse.Namespace) -> None:
     assert load_config(out) == begun.config, "a written configuration is the chosen one"
     console = Terminal()
     console.print(f"{out}: {args.model} on {cluster.name}")
-    if args.gpu is None and not torch.cuda.is_available():
-        console.print(f"- {cluster.name} is assumed, since this machine has no GPU: name yours by --gpu and --gpus")
+    if args.gpu is None and cluster.cpu:
+        console.print("- this machine has no GPU, so its CPU trains: name the GPUs of another one by --gpu and --gpus")
     for reason in begun.reasons:
         console.print(f"- {reason}")
     launch = "rlplus" if cluster.gpus == 1 else f"torchrun --nproc_per_node {cluster.gpus} -m rlplus"
-    given = f" --gpus {cluster.gpus}" if args.gpus or args.gpu else ""
-    given += f" --gpu {args.gpu}" if args.gpu else ""
+    given = f" --gpus {cluster.gpus}" if args.gpus or gpu else ""
+    given += f" --gpu {gpu}" if gpu else ""
     console.print(f"Next: rlplus plan {out} --data{given}, then {launch} train {out}")

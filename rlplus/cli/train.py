@@ -29,16 +29,22 @@ def add(commands: "Commands") -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Train all stages, from the one that a resumed run is in."""
-    from rlplus.config import check_trackers, check_training_files, load_stages, with_first_model
+    from rlplus.config import check_engine, check_trackers, check_training_files, load_stages, with_first_model
 
     stages = load_stages(args.config, args.overrides)
     for number, config in enumerate(stages, 1):
         with naming_stage(number, stages):
             check_training_files(config, model=number == 1)
             check_trackers(config)
+            if config.needs_engine:
+                check_engine(config.rollout)
     quiet_imports(ranks=True)
+    from torch.cuda import is_available
+
     for number, config in enumerate(with_first_model(stages), 1):
         with naming_stage(number, stages):
+            if config.needs_engine:
+                check_engine(config.rollout, gpu=is_available())
             _check_memory(config, force=args.force)
     newest = _newest_stage(stages)
     for number, config in enumerate(stages[newest - 1 :], newest):

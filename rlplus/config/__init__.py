@@ -4,6 +4,7 @@ from rlplus.config.algorithm_section import AlgorithmConfig
 from rlplus.config.benchmarks import BENCHMARKS, Benchmark, benchmark_name, is_test_benchmark
 from rlplus.config.commented_yaml import commented_yaml, write_new
 from rlplus.config.data_section import DataConfig
+from rlplus.config.engine_checks import check_engine, installed_vllm
 from rlplus.config.environment_section import ROW, EnvironmentConfig
 from rlplus.config.folders import (
     PROGRESS,
@@ -88,6 +89,7 @@ __all__ = [
     "as_of_now",
     "benchmark_name",
     "check_data_files",
+    "check_engine",
     "check_evaluation_files",
     "check_model_path",
     "check_output_folder",
@@ -98,6 +100,7 @@ __all__ = [
     "check_training_files",
     "commented_yaml",
     "config_from",
+    "installed_vllm",
     "is_run",
     "is_test_benchmark",
     "load_config",

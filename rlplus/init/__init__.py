@@ -19,8 +19,9 @@ from rlplus.config import (
     merged,
     shipped_architecture,
 )
+from rlplus.errors import install_command
 from rlplus.init.columns import Columns, find_columns
-from rlplus.init.fitting import Found, find_fitting, what_would_fit, with_room
+from rlplus.init.fitting import Found, chosen_engine, find_fitting, what_would_fit, with_room
 from rlplus.plan import Cluster
 
 __all__ = ["Start", "start"]
@@ -54,6 +55,10 @@ COMMENTS = {
     "train.offload_params": "the weights in host memory, from where each pass fetches them: slow",
     "train.memory": "least memory in the head, for up to twice the time there",
 }
+_WITHOUT_VLLM = (
+    "vLLM, the faster engine, is not installed here for this device: add it by "
+    f"{install_command('vllm')} (CUDA) or {install_command('cpu')}, or give rollout.engine=vllm for another machine"
+)
 
 
 @dataclass(frozen=True)
@@ -74,6 +79,8 @@ def start(model: str, data: str, cluster: Cluster, overrides: Sequence[str] = ()
     fixed: dict[str, Any] = {}
     for override in overrides:
         apply_override(fixed, override)
+    if isinstance(rollout := fixed.get("rollout"), dict) and rollout.get("engine") == "auto":
+        del rollout["engine"]  # this is the choice
     check_data_files([data], "--data")
     if shipped_architecture(model) is None:
         check_model_path(model, "--model")
@@ -86,7 +93,7 @@ def start(model: str, data: str, cluster: Cluster, overrides: Sequence[str] = ()
         raise ValueError(f"no settings make {model} fit on {cluster.name}: {what_would_fit(base, fixed, cluster)}")
     columns.check(found.config)
     head = (f"{model} on {cluster.name}: written by rlplus init, checked by its plan.", found.plan.summary())
-    return Start(found.config, commented_yaml(found.values, COMMENTS, head), tuple(_reasons(found, columns)))
+    return Start(found.config, commented_yaml(found.values, COMMENTS, head), tuple(_reasons(found, columns, fixed)))
 
 
 def _base(model: dict[str, Any], columns: Columns, cluster: Cluster) -> dict[str, Any]:
@@ -108,7 +115,7 @@ def _base(model: dict[str, Any], columns: Columns, cluster: Cluster) -> dict[str
     }
 
 
-def _reasons(found: Found, columns: Columns) -> list[str]:
+def _reasons(found: Found, columns: Columns, given: dict[str, Any]) -> list[str]:
     config, plan = found.config, found.plan
     train, steps = config.train, config.train.steps_of(columns.prompts)
     lines = [
@@ -116,12 +123,14 @@ def _reasons(found: Found, columns: Columns) -> list[str]:
         f"{found.tuning}; ZeRO {train.zero_stage}, micro-batches of {train.tokens_per_micro_batch:,} tokens, "
         f"responses of up to {config.rollout.max_response_length:,} tokens; {steps:,} steps",
     ]
-    shared = config.rollout.share_weights
+    shared, without = config.rollout.share_weights, chosen_engine(given.get("rollout", {}), plan.cluster) != "vllm"
     if found.refused:
-        beside = " beside vLLM's copy of the weights" * shared
+        beside = " beside vLLM's copy of the weights" * (shared and not without)
         lines.append(f"not chosen, since they do not fit{beside}: {', '.join(found.refused)}")
     if shared:
         lines.append("transformers generates with the trainer's weights: no copy, but slower than vLLM")
+    if without and config.rollout.engine == "transformers" and "engine" not in given.get("rollout", {}):
+        lines.append(_WITHOUT_VLLM)
     if config.model.lora and config.model.lora.quantization:
         lines.append('weights of 4 bits need bitsandbytes: pip install -e ".[qlora]"')
     if plan.memory.host:

@@ -5,7 +5,9 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
-from rlplus.config import Config, merged
+from torch.cuda import is_available
+
+from rlplus.config import Config, config_from, installed_vllm, merged
 from rlplus.learner.pretrained import positions
 from rlplus.plan import Cluster, Plan, make_cluster, make_plan, read_model, training_part
 from rlplus.plan.memory import estimate_memory, sequence_bytes
@@ -17,14 +19,13 @@ ENGINES = (1, 2, 4, 8)  # GPUs that share an engine
 SHARES = tuple(n / 20 for n in range(18, 1, -1))  # rollout.gpu_memory_utilization
 CACHES = tuple(2**n for n in range(15, 8, -1))  # rollout.kv_cache_memory_mb of the transformers engine
 VLLM = {"engine": "vllm", "sleep": True}
+COPY = {"engine": "transformers"}
+SHARED = COPY | {"share_weights": True}
+WHOLE: dict[str, Any] = {"train": {"lr": 1e-6}}
 ADAPTERS: dict[str, Any] = {"model": {"lora": {"rank": 16, "alpha": 32.0}}, "train": {"lr": 1e-5}}
-FULL: dict[str, Any] = {"rollout": VLLM, "train": {"lr": 1e-6}}
-LORA = merged(ADAPTERS, {"rollout": VLLM})
-SHARED = {"engine": "transformers", "share_weights": True}
+IN_HOST = merged(ADAPTERS, {"train": {"zero_stage": 3, "offload_params": "cpu"}})
+FULL, LORA, OFFLOADED = (merged(trained, {"rollout": VLLM}) for trained in (WHOLE, ADAPTERS, IN_HOST))
 QLORA = merged(ADAPTERS, {"model": {"lora": {"quantization": "nf4"}}, "rollout": SHARED})
-OFFLOADED = merged(LORA, {"train": {"zero_stage": 3, "offload_params": "cpu"}})
-# First what trains more weights, then what has whole ones, last what moves them over the bus in each step.
-TUNINGS = (FULL, LORA, QLORA, OFFLOADED)
 SIZES = (24, 32, 40, 48, 80, 140, 192)  # GiB of single GPUs that a refusal may name
 SEQUENCES = 4  # that the engine's cache holds at least, if any share of the GPU gives so many
 FULL_AT = 0.95  # share of a GPU's memory: a plan is an estimate
@@ -44,25 +45,54 @@ class Found:
         return _tuning(self.values)
 
 
+def chosen_engine(rollout: dict[str, Any], cluster: Cluster) -> str:
+    """The engine that the section names, else vLLM where what is installed computes on this cluster, else transformers.
+
+    vLLM's CPU build, on a machine without a GPU, tells nothing of another machine's.
+    """
+    if (named := rollout.get("engine", "auto")) != "auto":
+        return str(named)
+    build = installed_vllm()
+    here = "cpu" if cluster.cpu or not is_available() else "gpu"
+    elsewhere = here == "cpu" and not cluster.cpu
+    return "vllm" if build is not None and (elsewhere or build == here) else "transformers"
+
+
+def tunings_for(rollout: dict[str, Any], cluster: Cluster) -> list[dict[str, Any]]:
+    """What to try, with this cluster's engine: first what trains more weights, then what has whole ones.
+
+    Last comes what moves them over the bus in each step. rollout: keys of the section that are given.
+    """
+    mode, engines = rollout.get("mode", "colocated"), [SHARED, COPY]
+    if mode == "server":
+        engines = [{}]
+    elif chosen_engine(rollout, cluster) == "vllm":
+        engines = [VLLM if mode == "colocated" and not cluster.cpu else {"engine": "vllm"}]
+    found = [merged(trained, {"rollout": keys}) for trained in (WHOLE, ADAPTERS) for keys in engines]
+    return found if cluster.cpu else [*found, QLORA, merged(IN_HOST, {"rollout": engines[-1]})]
+
+
 def find_fitting(
     base: dict[str, Any],
     fixed: dict[str, Any],
     cluster: Cluster,
-    tunings: Sequence[dict[str, Any]] = TUNINGS,
+    tunings: Sequence[dict[str, Any]] | None = None,
     models: dict[str, Model] | None = None,
 ) -> Found | None:
     """The first settings that fit, of `tunings` and within each of `LENGTHS`; None if none does.
 
-    base: sections of a configuration without lengths and training settings. fixed: values that stay. models: those read
-    before, by the tuning, for searches that differ in the cluster only.
+    base: sections of a configuration without lengths and training settings. fixed: values that stay. tunings: None =
+    `tunings_for` the cluster. models: those read before, by the tuning, for searches that differ in the cluster only.
+    ValueError where the fixed values go with no tuning.
     """
     refused: list[str] = []
     models = {} if models is None else models
-    for tuning in tunings:
-        values = merged(merged(base, tuning), fixed)
+    tried = [merged(merged(base, each), fixed) for each in tunings or tunings_for(fixed.get("rollout", {}), cluster)]
+    accepted = [values for values in tried if _accepted(values)]
+    if not accepted:
+        config_from(with_room(tried[0]), "what is given, with the settings that init adds,")
+    for values in accepted:
         if (name := _tuning(values)) in refused:  # fixed keys have made it an earlier one
-            continue
-        if refused and not _accepted(values):  # it was before this tuning
             continue
         lora = str(values["model"].get("lora"))
         if lora not in models:
@@ -85,6 +115,12 @@ def _tuning(values: dict[str, Any]) -> str:
 
 def _shares(values: dict[str, Any]) -> bool:
     return bool(values["rollout"].get("share_weights"))
+
+
+def _has_engine(values: dict[str, Any]) -> bool:
+    """Whether the run has an engine whose memory is planned."""
+    config = _config(values)
+    return config.needs_engine and config.rollout.mode != "server"
 
 
 def with_room(values: dict[str, Any]) -> dict[str, Any]:
@@ -143,9 +179,13 @@ def _with_share(values: dict[str, Any], fixed: dict[str, Any], model: Model, clu
 
     The engine has it while the policy rests, so a larger one costs nothing.
     """
-    trainer = training_part(_config(values), cluster)
+    trainer, has_engine = training_part(_config(values), cluster), _has_engine(values)
     shares: list[dict[str, Any]] = [{"gpu_memory_utilization": share} for share in SHARES]
-    if _shares(values):
+    if not has_engine:
+        shares = [{}]
+    elif cluster.cpu:  # where memory is everybody's, no more than generation needs
+        shares = [{}, *({"kv_cache_memory_mb": size} for size in reversed(CACHES))]
+    elif values["rollout"]["engine"] == "transformers":
         shares = [{"kv_cache_memory_mb": size} for size in CACHES]
     for share in shares:
         tried = merged(merged(values, {"rollout": share}), fixed)
@@ -153,7 +193,7 @@ def _with_share(values: dict[str, Any], fixed: dict[str, Any], model: Model, clu
         memory = estimate_memory(config, model, trainer)
         full = FULL_AT * memory.capacity
         one = sequence_bytes(config, model, config.max_generation_length)
-        if memory.fits and memory.peak <= full and memory.cache >= SEQUENCES * one:
+        if memory.fits and memory.peak <= full and (not has_engine or memory.cache >= SEQUENCES * one):
             return tried
         if max(map(memory.total, ("head", "backward", "optimizer"))) > full:
             return None  # whatever the engine has
@@ -164,7 +204,7 @@ def what_would_fit(base: dict[str, Any], fixed: dict[str, Any], cluster: Cluster
     """A sentence with the fewest GPUs of this kind, and the smallest single one, that would do."""
     found: list[str] = []
     models: dict[str, Model] = {}
-    for gpus in (cluster.gpus * 2**i for i in range(1, 4)):
+    for gpus in () if cluster.cpu else (cluster.gpus * 2**i for i in range(1, 4)):  # ranks of a CPU share its memory
         if more := find_fitting(_for_ranks(base, gpus), fixed, Cluster(gpus, cluster.gpu), models=models):
             found.append(f"{gpus} such GPUs ({more.tuning}, ZeRO {more.config.train.zero_stage})")
             break

@@ -19,7 +19,7 @@ from rlplus.learner.pretrained import (
     read_model_config,
     with_overrides,
 )
-from rlplus.plan.cluster import GIB, GPUS, Cluster, gpus_a_rank, make_cluster, this_cluster
+from rlplus.plan.cluster import CPU, GIB, GPUS, Cluster, gpus_a_rank, make_cluster, this_cluster
 from rlplus.plan.memory import MOMENTS, Memory, checkpoint_bytes, estimate_memory, sequence_bytes
 from rlplus.plan.planned_model import Model, packed_shape
 from rlplus.plan.search import Remedy, find_remedies
@@ -27,7 +27,19 @@ from rlplus.plan.speed import ASSUMPTIONS, estimate_seconds
 
 TEACHER = "algorithm.recipe.teacher"
 
-__all__ = ["GIB", "GPUS", "MOMENTS", "Cluster", "Memory", "Plan", "Remedy", "make_cluster", "make_plan", "this_cluster"]
+__all__ = [
+    "CPU",
+    "GIB",
+    "GPUS",
+    "MOMENTS",
+    "Cluster",
+    "Memory",
+    "Plan",
+    "Remedy",
+    "make_cluster",
+    "make_plan",
+    "this_cluster",
+]
 
 
 @dataclass(frozen=True)

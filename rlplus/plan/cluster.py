@@ -12,6 +12,7 @@ from rlplus.errors import hint
 
 GIB = 2**30
 NODE = 8  # GPUs of a node
+CPU = "cpu"
 CGROUP_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))  # v2, v1
 
 
@@ -62,7 +63,7 @@ class Cluster:
 
     @property
     def cpu(self) -> bool:
-        return self.gpu.name == "cpu"
+        return self.gpu.name == CPU
 
     @property
     def name(self) -> str:
@@ -72,11 +73,13 @@ class Cluster:
 def make_cluster(gpus: int | None, gpu: str | None) -> Cluster:
     """The cluster of that name and size; None means this machine's, or 8 x a100-80g if it has no GPU.
 
-    gpu: a name in GPUS, or a memory size in GiB such as "24g", with unknown speed. ValueError for another name
-    and a number below 1.
+    gpu: a name in GPUS, a memory size in GiB such as "24g", with unknown speed, or "cpu": ranks of this machine, one by
+    default. ValueError for another name and a number below 1.
     """
     if gpus is not None and gpus < 1:
         raise ValueError(f"want --gpus of at least 1; got {gpus}")
+    if gpu == CPU:
+        return Cluster(gpus or 1, _cpu(gpus or 1))
     here = torch.cuda.device_count() if gpu is None else 0
     kind = _this_gpu() if here else _named_gpu("a100-80g" if gpu is None else gpu)
     return Cluster(gpus or here or 8, kind)
@@ -87,13 +90,13 @@ def _named_gpu(name: str) -> Gpu:
         return GPUS[name.lower()]
     if size := re.fullmatch(r"([1-9]\d{0,5})g(?:i?b)?", name.lower()):
         return Gpu(f"{size[1]} GiB GPU", int(size[1]) * GIB)
-    wanted = f"one of {', '.join(GPUS)}, or a size of memory such as 24g"
-    raise ValueError(f"want --gpu {wanted}; got {name!r}{hint(name, GPUS)}")
+    wanted = f"{CPU}, one of {', '.join(GPUS)}, or a size of memory such as 24g"
+    raise ValueError(f"want --gpu {wanted}; got {name!r}{hint(name, (*GPUS, CPU))}")
 
 
 def gpus_a_rank(config: Config, gpu: Gpu) -> int:
     """GPUs per rank: one, and in mode process its engine's, if the run has one; a server's are not counted."""
-    own_gpus = config.needs_engine and config.rollout.mode == "process" and gpu.name != "cpu"
+    own_gpus = config.needs_engine and config.rollout.mode == "process" and gpu.name != CPU
     return 1 + config.rollout.tensor_parallel_size if own_gpus else 1
 
 
@@ -104,7 +107,12 @@ def this_cluster(config: Config) -> Cluster:
         gpu = _this_gpu()
         return Cluster(ranks * gpus_a_rank(config, gpu), gpu)
     local = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
-    return Cluster(ranks, Gpu("cpu", _host_memory() / local))
+    return Cluster(ranks, _cpu(local))
+
+
+def _cpu(ranks: int) -> Gpu:
+    """The share of a rank of this machine's memory."""
+    return Gpu(CPU, _host_memory() / ranks)
 
 
 def _host_memory() -> int:

@@ -18,6 +18,12 @@ from rlplus.reward import Scorer
 SEVEN = "Qwen/Qwen2.5-Math-7B"  # its architecture comes with rlplus
 
 
+@pytest.fixture(autouse=True)
+def vllm_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on the machines that most of these configurations are for; `test_init_machines.py` has others."""
+    monkeypatch.setattr("rlplus.init.fitting.installed_vllm", lambda: "gpu")
+
+
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A folder with a tiny model and its tokenizer."""
@@ -257,18 +263,17 @@ def test_wrong_files_and_models_get_the_words_of_train(
     assert not out.exists()
 
 
-def test_an_assumed_machine_is_said(
+def test_a_machine_without_a_gpu_is_said(
     model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
     data, out = questions(tmp_path), tmp_path / "run.yaml"
     assert init(model, data, out, "--gpus", "2") == 0
     said = capsys.readouterr().out
-    assert "2 x a100-80g is assumed, since this machine has no GPU: name yours by --gpu and --gpus" in said
-    assert f"rlplus plan {out} --data --gpus 2, then" in said
+    assert "this machine has no GPU, so its CPU trains: name the GPUs of another one by --gpu and --gpus" in said
+    assert f"rlplus plan {out} --data --gpus 2 --gpu cpu, then torchrun --nproc_per_node 2 -m rlplus" in said
     assert init(model, data, tmp_path / "named.yaml", "--gpu", "24g") == 0
-    assert "is assumed" not in capsys.readouterr().out
+    assert "this machine has no GPU" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
