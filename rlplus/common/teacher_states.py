@@ -137,7 +137,7 @@ def header(path: Path) -> tuple[dict[str, str | None], str]:
 def _checksum(tensor: "Tensor") -> str:
     import torch
 
-    return f"{zlib.crc32(memoryview(tensor.view(torch.uint8).numpy())):08x}"
+    return f"{zlib.crc32(tensor.view(torch.uint8).numpy().data):08x}"
 
 
 def _compare(tensor: "Tensor", want: str | None, path: Path) -> None:

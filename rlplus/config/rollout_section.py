@@ -114,7 +114,8 @@ class RolloutConfig(Section):
     server_url: Annotated[str, Field(pattern=r"^https?://")] | None = None
     """Address of the server, such as http://localhost:8000."""
     weights_folder: str | None = None
-    """Folder that the trainer and an SGLang server can both read, through which weights go: room for one model."""
+    """Folder that the trainer and an SGLang server of the same user can both read, through which weights go: room for
+    one model. Not one in which other users can rename folders."""
     function: Reference | None = None
     """A function, as "module:name" or "file.py:name", that makes the responses with the engine: tools, several turns,
     environments; see rlplus.rollout.custom_engine. In evaluations, too."""

@@ -1,12 +1,12 @@
 """Rollouts by an SGLang server that the user started: token ids over HTTP, weights through a folder that both can read.
 
+The folder of a push has a random name, and only this user can look into it: the server must run as this user, or root.
 What the server must be started with stands in SERVE. The key of SGLANG_API_KEY, where it is set, is sent along. Anyone
 who can reach the port can replace the weights; SGLang listens on this machine alone unless it is told otherwise.
 """
 
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from rlplus.rollout.protocol import Completion, Request, Sampling
 from rlplus.rollout.server_http import PATIENCE_S, SGLANG, Requests, parsed
 from rlplus.rollout.server_push import TIMEOUT
 from rlplus.rollout.vllm_engine import prompt_seeds
+from rlplus.rollout.weights_folders import WeightsFolders
 
 SERVE = (
     "sglang serve --model-path {model} --skip-tokenizer-init --enable-metrics --dtype {dtype} --context-length {length}"
@@ -46,7 +47,7 @@ class SGLangEngine(HttpEngine):
     def _begin(self, config: RolloutConfig, model_path: str, dtype: str) -> None:
         assert config.weights_folder is not None
         place = self._http.url.netloc.replace(":", "-")  # servers may share the folder
-        self._folder = Path(config.weights_folder) / f"rlplus-weights-{place}"
+        self._folders = WeightsFolders(Path(config.weights_folder), f"rlplus-weights-{place}-")
         serve = SERVE.format(model=model_path, dtype=dtype, length=self._max_model_len + SPARE)
         self._check_server(dtype, serve + FP32_HEAD if self._fp32_head else serve)
 
@@ -158,22 +159,16 @@ class SGLangEngine(HttpEngine):
     def _send(self, weights: Iterator[tuple[str, Tensor]], version: int) -> None:
         if rank() > 0:
             return
-        self._clear()  # a run that was killed left its own
-        self._folder.mkdir(parents=True, exist_ok=True)
+        self._folders.clear()  # a run that was killed left its own
+        folder = self._folders.new()
         for number, shard in enumerate(_shards(weights)):
-            save_file(shard, self._folder / f"model-{number:05d}.safetensors")
-        body = {"model_path": str(self._folder), "weight_version": str(version)}
+            save_file(shard, folder / f"model-{number:05d}.safetensors")
+        body = {"model_path": str(folder), "weight_version": str(version)}
         limit_s = self._timeout_s / 2
         answer = self._http.send("POST", "/update_weights_from_disk", body, timeout_s=limit_s, setting=TIMEOUT)
         if not parsed(answer).get("success"):
             raise OSError(f"POST /update_weights_from_disk: {answer.decode(errors='replace')[:500]}")
-        self._clear()
-
-    def _clear(self) -> None:
-        for file in self._folder.glob("*.safetensors"):
-            file.unlink()
-        with suppress(OSError):  # not there; or NFS keeps a file that the server still maps, under another name
-            self._folder.rmdir()
+        self._folders.clear()
 
     def _stop_pushing(self) -> bool:
         """After a push that failed its files stay: the server may still read them, and the next push removes them."""

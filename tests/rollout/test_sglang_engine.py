@@ -1,6 +1,7 @@
 """An SGLang server: what is asked of it and refused, against a stub; and the real one, where SGLANG names a Python."""
 
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -51,10 +52,9 @@ def test_weights_go_through_the_folder(fake: FakeSGLang, tmp_path: Path, monkeyp
     with pytest.raises(RuntimeError, match="the server may hold any weights: push before generating"):
         engine.generate(requests(PROMPTS, [1, 1, 1], 4), Sampling(1.0, 0))
     monkeypatch.setattr(rlplus.rollout.sglang_engine, "SHARD_BYTES", 30_000)
-    folder = tmp_path / f"shared/rlplus-weights-{fake.url.removeprefix('http://').replace(':', '-')}"
-    killed = folder / "model-00099.safetensors"
-    killed.parent.mkdir(parents=True)
-    killed.write_bytes(b"what a killed run left")
+    killed = tmp_path / "shared" / f"{prefix_of(fake)}0123"
+    killed.mkdir(0o700, parents=True)
+    (killed / "model-00099.safetensors").write_bytes(b"what a killed run left")
     engine.push_weights(model.named_parameters(), 3)
     assert fake.version == "3"
     assert len(fake.loaded) > 2
@@ -63,13 +63,85 @@ def test_weights_go_through_the_folder(fake: FakeSGLang, tmp_path: Path, monkeyp
     assert all(torch.equal(loaded[name], p) for name, p in model.named_parameters())
     assert fake.keys == {"Bearer secret"}
     assert not [*(tmp_path / "shared").iterdir()]
-    folder.mkdir()
-    (folder / ".nfs0001").touch()  # NFS leaves it while the server maps a deleted file
+    killed.mkdir(0o700)
+    (killed / ".nfs0001").touch()  # NFS leaves it while the server maps a deleted file
     engine.push_weights(model.named_parameters(), 4)
     assert fake.version == "4"
+    first, second = (Path(body["model_path"]) for body in fake.pushed)
+    assert first.parent == second.parent == tmp_path / "shared"
+    assert first.name != second.name
+    assert re.fullmatch(re.escape(prefix_of(fake)) + "[0-9a-f]{32}", first.name), "nobody can guess it"
+    assert fake.modes == [0o700, 0o700]
     engine.close()
     with pytest.raises(RuntimeError, match="closed"):
         engine.generate(requests(PROMPTS, [1, 1, 1], 4), Sampling(1.0, 0))
+
+
+def prefix_of(fake: FakeSGLang) -> str:
+    return f"rlplus-weights-{fake.url.removeprefix('http://').replace(':', '-')}-"
+
+
+@pytest.mark.parametrize("planted", ["link", "open folder", "another user's", "a link in an own folder", "file"])
+def test_nothing_that_others_planted_is_followed_or_removed(
+    fake: FakeSGLang, engine: RolloutEngine, tmp_path: Path, planted: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A push deletes the weights of this user's earlier pushes, and nothing behind a link."""
+    precious, there = tmp_path / "precious", tmp_path / "shared" / f"{prefix_of(fake)}0123"
+    precious.mkdir(0o700)
+    weights = precious / "model-00001.safetensors"
+    weights.write_bytes(b"somebody's")
+    there.parent.mkdir(exist_ok=True)
+    if planted == "link":
+        there.symlink_to(precious)
+    elif planted == "file":
+        there.touch()
+    else:
+        there.mkdir(0o777 if planted == "open folder" else 0o700)
+        there.chmod(0o777 if planted == "open folder" else 0o700)
+        target = weights if planted.startswith("a link") else there / "model-00001.safetensors"
+        if target == weights:
+            (there / "model-00001.safetensors").symlink_to(weights)
+        else:
+            target.write_bytes(b"theirs")
+        if planted == "another user's":
+            lstat = Path.lstat
+            changed = [65534 if i == 4 else each for i, each in enumerate(lstat(there))]
+            monkeypatch.setattr(Path, "lstat", lambda path: os.stat_result(changed) if path == there else lstat(path))
+    engine.push_weights(tiny_model(tied=False).named_parameters(), 2)
+    assert fake.version == "2"
+    assert weights.read_bytes() == b"somebody's"
+    assert there.exists() == (planted != "a link in an own folder")
+    assert [*(tmp_path / "shared").iterdir()] == ([there] if there.exists() else [])
+
+
+@pytest.mark.parametrize(
+    ("mode", "owner", "message"),
+    [(0o777, None, r"all may write to .*shared: chmod \+t"), (0o700, 65534, "shared is that of user 65534")],
+)
+def test_a_place_in_which_others_can_rename_is_refused(
+    fake: FakeSGLang,
+    engine: RolloutEngine,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    mode: int,
+    owner: int | None,
+    message: str,
+) -> None:
+    place = tmp_path / "shared"
+    place.mkdir(exist_ok=True)
+    place.chmod(mode)
+    stat = Path.stat
+    if owner is not None:
+        values = [owner if i == 4 else each for i, each in enumerate(place.stat())]
+        monkeypatch.setattr(
+            Path, "stat", lambda path, **more: os.stat_result(values) if path == place else stat(path, **more)
+        )
+    with pytest.raises(RunFailed, match=message):
+        engine.push_weights(tiny_model(tied=False).named_parameters(), 2)
+    assert fake.version == "1"
+    if owner is None:
+        place.chmod(0o1777)
+        engine.push_weights(tiny_model(tied=False).named_parameters(), 2)
 
 
 def test_weights_that_are_gathered_a_few_at_a_time(fake: FakeSGLang, tmp_path: Path) -> None:

@@ -48,6 +48,8 @@ class FakeSGLang:
         self.asked: list[Any] = []
         self.loaded: list[dict[str, Any]] = []  # each file's weights
         self.keys: set[str | None] = set()
+        self.pushed: list[Any] = []
+        self.modes: list[int] = []  # of the folders
         server = self
 
         class Asked(Handler):
@@ -70,6 +72,8 @@ class FakeSGLang:
         if path == "/metrics":
             return 200, 'sglang:num_used_tokens{tp_rank="0"} 7.0\nsglang:generation_tokens_total{a="b"} 40.0\n'
         if path == "/update_weights_from_disk":
+            self.pushed.append(body)
+            self.modes.append(Path(body["model_path"]).stat().st_mode & 0o777)
             files = sorted(Path(body["model_path"]).glob("*.safetensors"))
             self.loaded, self.version = [load_file(file) for file in files], body["weight_version"]
             return 200, {"success": True, "message": "Succeeded to update model weights.", "num_paused_requests": 0}
