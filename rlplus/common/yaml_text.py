@@ -22,6 +22,13 @@ class _Loader(yaml.SafeLoader):
             seen.add(key.value)
         return super().construct_mapping(node, deep)
 
+    def construct_scalar(self, node: yaml.ScalarNode | yaml.MappingNode) -> str:
+        value = super().construct_scalar(node)
+        if wrong := re.search("[\0\ud800-\udfff]", str(value)):  # no file name, process or JSON file can hold these
+            problem = f"want characters that UTF-8 text can hold; got {wrong[0]!r}"
+            raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
+        return value
+
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
         try:
             return super().construct_object(node, deep)

@@ -2,6 +2,7 @@
 
 import os
 import platform
+import shlex
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
@@ -51,7 +52,8 @@ def run_comparison(
     folder = claimed(output.expanduser(), MARK, "comparison")
     console = Terminal(stderr=True)
     config = path.parent / comparison.run
-    runner = Runner(comparison, config, folder, overrides=overrides, jobs=jobs, launcher=launcher, say=console.print)
+    given = {} if launcher is None else {"launcher": launcher_words(launcher)}
+    runner = Runner(comparison, config, folder, overrides=overrides, jobs=jobs, say=console.print, **given)
     if only_report:
         if not runner.finished():
             raise ValueError(f"want finished runs to report on; there are none in {folder}: leave out --report")
@@ -62,6 +64,17 @@ def run_comparison(
         with terminated_as_exit(), locked(folder / MARK, refusal):
             results = made(runner, lambda: collect(comparison, runner, provenance()), path.stem)
     return _show(results, folder)
+
+
+def launcher_words(launcher: str) -> list[str]:
+    """The words of a command as a shell reads them; ValueError for none, and for quotes that are not closed."""
+    try:
+        words = shlex.split(launcher)
+    except ValueError as error:
+        raise ValueError(f"want --launcher as a shell reads it; got {launcher!r}: {error}") from error
+    if not words:
+        raise ValueError(f'want --launcher a command, such as "torchrun --nproc_per_node 8 -m"; got {launcher!r}')
+    return words
 
 
 def made(runner: Runner, collected: Callable[[], Results], title: str) -> Results:

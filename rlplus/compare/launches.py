@@ -3,7 +3,6 @@
 import json
 import math
 import os
-import shlex
 import shutil
 import signal
 import subprocess
@@ -58,7 +57,7 @@ class Runner:
 
     folder/runs/<setting>/seed-<N>/ has a folder for each method; folder/prepared/<setting>/seed-<N>/ what its
     function has made for it.
-    launcher: the beginning of the commands, such as "torchrun --nproc_per_node 8 -m". overrides: changes to the
+    launcher: the beginning of the commands, such as torchrun, --nproc_per_node, 8, -m. overrides: changes to the
     training configuration, for all runs.
     """
 
@@ -70,12 +69,12 @@ class Runner:
         *,
         overrides: Sequence[str] = (),
         jobs: int = 1,
-        launcher: str | None = None,
+        launcher: Sequence[str] = (sys.executable, "-m"),
         say: Say = print,
     ) -> None:
         self.comparison, self.config, self.folder, self.given = comparison, config, folder, list(overrides)
         self.jobs, self.say = jobs, say
-        self.launcher = shlex.split(launcher) if launcher else [sys.executable, "-m"]
+        self.launcher = [*launcher]
         self._children: set[subprocess.Popen[bytes]] = set()
         self._stopped = False
         self._starting = Lock()  # held while a child starts or all are stopped

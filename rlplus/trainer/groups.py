@@ -17,6 +17,8 @@ from rlplus.recipe import Ask, demonstration
 from rlplus.reward import Score, Scorer
 from rlplus.rollout import Completion, Request, Respond, RolloutEngine, Sampling, check_experts, check_kept
 
+LARGEST = 1e18  # magnitude of a reward: its square is a float32
+
 
 def begin(examples: Sequence[Example], asks: Sequence[Ask]) -> list[Sample]:
     """Every group's members, in order: its rollouts, then its demonstration or a replayed rollout if requested.
@@ -138,6 +140,7 @@ def score(samples: Sequence[Sample], examples: Sequence[Example], scorer: Scorer
             prompts=[prompts[s.group] for s in ungraded],
             cut=[s.truncated for s in ungraded],
         )
+        _check_size([*(s.reward for s in samples if s.scored), *(one.value for one in scores)])
     except ValueError as error:
         failure = error
     if what := agree.failures(failure):
@@ -148,6 +151,12 @@ def score(samples: Sequence[Sample], examples: Sequence[Example], scorer: Scorer
         if sample.demonstration and not sample.scored:
             sample.reward = examples[sample.group].demonstration_reward
             assert not sample.masked, "want graded demonstrations"
+
+
+def _check_size(rewards: Sequence[float]) -> None:
+    """ValueError for a reward whose mean or advantage would overflow; NaN is one that was left out."""
+    if too_large := [reward for reward in rewards if abs(reward) > LARGEST]:
+        raise ValueError(f"want rewards from {-LARGEST:.0e} to {LARGEST:.0e}; got {too_large[0]:g}")
 
 
 def shape(samples: Sequence[Sample], shaping: Shaping, max_response_length: int) -> None:

@@ -6,6 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from math import isfinite
 from pathlib import Path
 
 import torch
@@ -173,12 +174,15 @@ class RunLog:
         reporter.follow(progress, [json.loads(line) for line in kept[-RECENT - 1 :]])
 
     def write(self, step: int, metrics: dict[str, float]) -> None:
-        """One step's line."""
+        """One step's line, which is JSON: a number that is not finite is said, and has no place in it."""
         if not self.enabled:
             return
+        finite = {name: value for name, value in metrics.items() if isfinite(value)}
+        if others := ", ".join(f"{name} is {value:g}" for name, value in metrics.items() if name not in finite):
+            self.say(f"step {step}: left out of metrics.jsonl: {others}")
         try:
             with self.path.open("a") as file:
-                file.write(json.dumps({"step": step} | metrics) + "\n")
+                file.write(json.dumps({"step": step} | finite, allow_nan=False) + "\n")
                 file.flush()
                 os.fsync(file.fileno())  # a step's line reaches the disk before its checkpoint
         except OSError as error:  # the error itself does not name the file

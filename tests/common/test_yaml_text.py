@@ -41,6 +41,17 @@ def test_what_is_nested_too_deeply_is_refused(text: str) -> None:
         parse_yaml(text, "run.yaml")
 
 
+@pytest.mark.parametrize("sign", ["\\0", "\\x00", "\\ud800", "\\uDFFF"])
+@pytest.mark.parametrize("text", ['output_dir: "a{}b"', 'data: {{path: [x, "{}"]}}', '"{}": 1', '!!str "{}"'])
+def test_no_text_has_what_a_name_of_a_file_cannot(text: str, sign: str) -> None:
+    """Escapes of a double-quoted text can make them; unquoted and single-quoted ones are as they stand."""
+    with pytest.raises(
+        ValueError, match=r"^run\.yaml:1:\d+: invalid YAML: want characters that UTF-8 text can hold; got "
+    ):
+        parse_yaml(text.format(sign), "run.yaml")
+    assert parse_yaml(f"a: '{sign}'", "run.yaml") == {"a": sign}
+
+
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("yaml") / "run"

@@ -253,7 +253,7 @@ def test_two_processes_do_not_share_a_folder(path: Path, tmp_path: Path, launche
 def test_a_command_that_starts_while_all_are_ended_is_ended_too(
     tmp_path: Path, path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    runner = Runner(load_comparison(path), EXPERIMENTS / "demo.yaml", tmp_path, launcher="sh -c 'exec sleep 9'")
+    runner = Runner(load_comparison(path), EXPERIMENTS / "demo.yaml", tmp_path, launcher=("sh", "-c", "exec sleep 9"))
     start = subprocess.Popen
     enders: list[Thread] = []
 

@@ -165,6 +165,23 @@ def test_a_model_from_scratch_is_no_base(tmp_path: Path, model: str, capsys: pyt
     assert not (tmp_path / "out/runs").exists()
 
 
+@pytest.mark.parametrize(
+    ("launcher", "message"),
+    [
+        ('torchrun "-m', "want --launcher as a shell reads it; got 'torchrun \"-m': No closing quotation"),
+        ("torchrun \\", "want --launcher as a shell reads it; got 'torchrun \\\\': No escaped character"),
+        (" ", "want --launcher a command, such as \"torchrun --nproc_per_node 8 -m\"; got ' '"),
+    ],
+)
+def test_a_launcher_is_a_command(
+    launcher: str, message: str, tmp_path: Path, model: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_file(tmp_path, model)
+    path = write(tmp_path / "compare.yaml", COMPARISON)
+    assert main(["compare", str(path), "--launcher", launcher, "--output", str(tmp_path / "out")]) == 2
+    assert capsys.readouterr().err.endswith(f"rlplus compare: {message}\n")
+
+
 @pytest.mark.slow
 def test_the_comparison_on_gsm8k_runs_shrunken_to_a_cpu(tmp_path: Path, model: str) -> None:
     """The six methods of the paper's regime, through training, export, evaluation and tables."""
