@@ -1,11 +1,14 @@
 """Turns as tokens: what was sampled stays, what the template adds is not trained on, nothing else is accepted."""
 
+import json
 import random
 from collections.abc import Sequence
 from typing import Any
 
 import pytest
 from chat_templates import CHATML, FORGETFUL, byte_turns, word_tokenizer
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 
 from rlplus.data import Example
 from rlplus.errors import RunFailed
@@ -198,4 +201,35 @@ def test_without_a_template_there_are_no_turns() -> None:
         turns.open([USER], None)
     tokenizer.chat_template = "{{ raise_exception('no tools') }}"
     with pytest.raises(RunFailed, match="refuses the environment's messages: no tools"):
+        turns.open([USER], None)
+
+
+@pytest.mark.parametrize("place", ["first", "behind"])
+def test_a_lone_surrogate_of_an_environment_ends_the_run_with_a_line(place: str) -> None:
+    """JSON can bring one, and no tokenizer takes it."""
+    wrong = {"role": "user", "content": json.loads('"x\\ud800y"')}
+    if place == "first":
+        turns, messages = Turns(Response(Example(0, (1,), "", None), 9), byte_turns()), [wrong]
+    else:
+        turns, messages = opened(byte_turns(), USER), [USER, {"role": "assistant", "content": "7"}, wrong]
+        say(turns, b"7")
+        turns.close(tools=False)
+    with pytest.raises(RunFailed, match=r"want text of the environment that .*; got the lone surrogate '.ud800'"):
+        turns.open(messages, None)
+
+
+def test_a_word_of_an_environment_that_has_no_token_is_refused() -> None:
+    tokenizer = byte_turns()
+    words = Tokenizer(WordLevel({"known": 0}, unk_token="[UNK]"))
+    tokenizer.encode = lambda text, **_: words.encode(text).ids
+    with pytest.raises(RunFailed, match=r"cannot encode the environment's text: .*Missing \[UNK\] token"):
+        Turns(Response(Example(0, (1,), "", None), 9), tokenizer).open([USER], None)
+
+
+@pytest.mark.parametrize("template", ["{{ 1 // 0 }}", "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}"])
+def test_a_template_that_fails_in_another_way_is_refused(template: str) -> None:
+    tokenizer = byte_turns()
+    turns = Turns(Response(Example(0, (1,), "", None), 9), tokenizer)
+    tokenizer.chat_template = template
+    with pytest.raises(RunFailed, match=r"refuses the environment's messages: [a-z]"):
         turns.open([USER], None)

@@ -14,11 +14,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from rlplus.data import turn_end
-from rlplus.errors import RunFailed
+from rlplus.errors import RunFailed, one_line
 from rlplus.rollout.custom_engine import Response
 from rlplus.rollout.environments.tool_calls import Call, parse_calls
 
@@ -84,12 +83,19 @@ class Turns:
             text = self.tokenizer.apply_chat_template(
                 list(messages), tools=list(tools) if tools else None, add_generation_prompt=True, tokenize=False
             )
-        except TemplateError as error:
-            raise RunFailed(f"the chat template refuses the environment's messages: {error}") from error
+        except Exception as error:  # a template is a program, and may fail in any way
+            reason = " ".join(str(error).split()) or repr(error)
+            raise RunFailed(f"the chat template refuses the environment's messages: {reason}") from error
         return str(text)
 
     def _encode(self, text: str) -> list[int]:
-        return list(self.tokenizer.encode(text, add_special_tokens=False))
+        """Token ids; RunFailed for a lone surrogate, which JSON can bring, and a text that the tokenizer refuses."""
+        if sign := re.search("[\ud800-\udfff]", text):
+            raise RunFailed(f"want text of the environment that UTF-8 can hold; got the lone surrogate {sign[0]!r}")
+        try:
+            return list(self.tokenizer.encode(text, add_special_tokens=False))
+        except Exception as error:  # its library raises plain ones
+            raise RunFailed(f"the tokenizer cannot encode the environment's text: {one_line(error)}") from error
 
     def _compare_prompt(self, text: str) -> None:
         """RunFailed unless the first messages are the data's prompt, behind which the response begins."""
