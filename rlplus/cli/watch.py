@@ -24,7 +24,7 @@ def run(args: argparse.Namespace) -> None:
     if not 0 <= args.port < 1 << 16:
         raise ValueError(f"want --port from 0 to {(1 << 16) - 1}; got {args.port}")
     from rlplus.common.terminal import Terminal
-    from rlplus.watch import ADDRESS, FollowedRun, View, WatchServer, check_watched
+    from rlplus.watch import FollowedRun, View, WatchServer, check_watched
 
     labels = labels_of(args.runs)
     for folder in labels.values():
@@ -35,5 +35,5 @@ def run(args: argparse.Namespace) -> None:
     except OSError as error:
         raise ValueError(f"want --port a free one, 0 takes any; {args.port} is none: {error.strerror}") from error
     with server:
-        Terminal().print(f"following {', '.join(labels)}: http://{ADDRESS}:{server.server_port} (Ctrl-C ends this)")
+        Terminal().print(f"following {', '.join(labels)}: {server.url} (Ctrl-C ends this)")
         server.serve_forever()

@@ -2,6 +2,6 @@
 
 from rlplus.watch.followed_run import FollowedRun, check_watched
 from rlplus.watch.view import View
-from rlplus.watch.watch_server import ADDRESS, WatchServer
+from rlplus.watch.watch_server import WatchServer
 
-__all__ = ["ADDRESS", "FollowedRun", "View", "WatchServer", "check_watched"]
+__all__ = ["FollowedRun", "View", "WatchServer", "check_watched"]

@@ -2,13 +2,13 @@
 
 import json
 import os
+import stat
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
-from rlplus.common.textfiles import read_text
 from rlplus.config import PROGRESS, SAMPLES
 from rlplus.report import RunData
 from rlplus.report.run_reader import step_of
@@ -62,7 +62,7 @@ class MetricsFile:
     def _added(self) -> bytes | None:
         """The bytes behind the last line that was read; None if the file no longer has that line there."""
         try:
-            with self.path.open("rb") as file:
+            with opened(self.path) as file:
                 file.seek(self._read - len(self._last))
                 same = file.read(len(self._last)) == self._last
                 return file.read() if same else None
@@ -131,7 +131,7 @@ class FollowedRun:
         if (version := _version(path)) == self._config[0]:
             return False
         try:
-            text = read_text(path) if version else ""
+            text = _text(path) if version else ""
             self.settings = RunData(text, ()).settings if text else {}
         except (OSError, ValueError):  # its values are for warnings only
             text, self.settings = "", {}
@@ -140,7 +140,7 @@ class FollowedRun:
 
     def _read_life(self) -> Life:
         try:
-            now = json.loads(read_text(self.folder / PROGRESS))
+            now = json.loads(_text(self.folder / PROGRESS))
             written, state = float(now["written"]), str(now["state"])
         except (OSError, ValueError, KeyError, TypeError):
             return Life("unknown")
@@ -173,10 +173,24 @@ class FollowedRun:
         return str([(path.name, version) for path, (version, _, _) in self._samples.items()])
 
 
+def opened(path: Path) -> IO[bytes]:
+    """The file; OSError where it is none, as a pipe, which would be waited for until somebody writes into it."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise FileNotFoundError(f"want a file; {path} is none")
+    return open(descriptor, "rb")
+
+
+def _text(path: Path) -> str:
+    with opened(path) as file:
+        return file.read().decode()
+
+
 def _version(path: Path) -> tuple[int, int, int] | None:
     """A file's inode, size and time; None without the file."""
     try:
-        stat = os.stat(path)
+        found = os.stat(path)
     except OSError:
         return None
-    return stat.st_ino, stat.st_size, stat.st_mtime_ns
+    return (found.st_ino, found.st_size, found.st_mtime_ns) if stat.S_ISREG(found.st_mode) else None

@@ -6,7 +6,7 @@
   let answered = new Date(), timer = setTimeout(update, 1000 * PAUSE_S);  // null while it asks
 
   async function get(part) {
-    const answer = await fetch(`${part}.json`, { cache: "no-store" });
+    const answer = await fetch(`${part}.json${location.search}`, { cache: "no-store" });
     if (!answer.ok) throw new Error(await answer.text());
     return answer.json();
   }

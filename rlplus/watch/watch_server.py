@@ -1,11 +1,17 @@
-"""The page of watched runs over HTTP: on this machine's own address, read only, without a path from any request."""
+"""The page of watched runs over HTTP: on this machine's own address, read only, without a path from any request.
 
+Other users of the machine reach that address, too: what is asked without the token of the printed one is refused.
+"""
+
+import hmac
 import json
 import logging
 import re
+import secrets
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from threading import Lock
 from typing import Any
+from urllib.parse import parse_qs
 
 from rlplus.watch.view import PARTS, View
 
@@ -27,13 +33,23 @@ logger = logging.getLogger(__name__)
 
 
 class WatchServer(ThreadingHTTPServer):
-    """Serves a view. port 0: a free one, which `server_port` says."""
+    """Serves a view to those who know `url`, which has a token. port 0: a free one."""
 
     daemon_threads = True
 
     def __init__(self, view: View, port: int) -> None:
         self.view, self.lock = view, Lock()  # one request at a time: a page in several tabs reads a folder once
+        self._token = secrets.token_urlsafe(24)
         super().__init__((ADDRESS, port), _Handler)
+
+    @property
+    def url(self) -> str:
+        return f"http://{ADDRESS}:{self.server_port}/?token={self._token}"
+
+    def knows(self, query: str) -> bool:
+        """Whether a query has the token."""
+        given = parse_qs(query).get("token", [""])[-1]
+        return hmac.compare_digest(given.encode(errors="replace"), self._token.encode())
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         logger.debug("a request was cut off", exc_info=True)  # a browser that leaves
@@ -67,8 +83,12 @@ class _Handler(BaseHTTPRequestHandler):
         if len(hosts) != 1 or not HOST.fullmatch(hosts[0].strip()):
             self._send(403, TEXT, f"want a request to {ADDRESS} or localhost\n")
             return
+        path, _, query = self.path.partition("?")
+        if not self.server.knows(query):
+            self._send(403, TEXT, "want the address that `rlplus watch` printed, with its token\n")
+            return
         try:
-            status, kind, text = self.server.answer(self.path.partition("?")[0])
+            status, kind, text = self.server.answer(path)
         except Exception as error:  # the page says so, and the next request may find the folder whole
             logger.warning("the page could not be made: %r", error)
             status, kind, text = 500, TEXT, f"the page could not be made: {type(error).__name__}: {error}\n"

@@ -1,6 +1,7 @@
 """`rlplus push`: what it uploads, to a stand-in for the hub, and when it refuses."""
 
 import json
+import os
 import re
 import shutil
 import socketserver
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import processes
 import pytest
+import yaml
 from counted_evaluations import evaluation
 from hub_stub import running_hub
 from trainer_runs import run_config
@@ -17,6 +19,7 @@ from rlplus import __version__
 from rlplus.cli import main
 from rlplus.evaluation import save_results
 from rlplus.evaluation.asked import model_identity
+from rlplus.report import hidden_keys
 from rlplus.trainer import train
 
 TOKEN = "hf_only_the_hub_may_see_this"
@@ -90,6 +93,126 @@ def test_a_hub_that_refuses_is_one_message_without_the_token(
     assert "401" in error
     assert "Traceback" not in error
     assert TOKEN not in out + error
+
+
+def pushed(folder: Path, monkeypatch: pytest.MonkeyPatch, *options: str) -> dict[str, bytes]:
+    """The files in the hub after the command, which ends well."""
+    with running_hub() as hub:
+        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", hub.url)
+        assert main(["push", str(folder), "owner/name", *options]) == 0
+    return hub.files
+
+
+def test_only_a_models_files_are_taken_from_its_folder(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The others are said; every file that an export wrote is among the former."""
+    exported = {path.name for path in (run / "model").iterdir()}
+    copy = shutil.copytree(run, tmp_path / "copy")
+    for name in (".env", "notes.txt", ".netrc", "id_rsa", "model.safetensors.bak", ".config.json"):
+        (copy / "model" / name).write_text("SECRET=1")
+    (copy / "model/.git").mkdir()
+    assert exported <= pushed(copy, monkeypatch).keys()
+    said = " ".join(capsys.readouterr().out.split())
+    assert (
+        f"not uploaded, as no files of a model: .config.json, .env, .git, .netrc, id_rsa, model.safetensors.bak, "
+        f"notes.txt in {copy}"
+    ) in said
+
+
+@pytest.mark.parametrize("name", ["model/config.json", "model/extra.py", "run.json", "evaluation-x.json", "fifo"])
+def test_a_link_is_refused(
+    run: Path, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It may lead to any file of the user's; a pipe would be waited for."""
+    copy = shutil.copytree(run, tmp_path / "copy")
+    path = copy / ("model/tokenizer_config.json" if name == "fifo" else name)
+    there = tmp_path / "elsewhere"
+    there.write_bytes(path.read_bytes() if path.exists() else (copy / "evaluation-test.json").read_bytes())
+    path.unlink(missing_ok=True)
+    if name == "fifo":
+        os.mkfifo(path)
+    else:
+        path.symlink_to(there)
+    with running_hub() as hub:
+        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", hub.url)
+        assert main(["push", str(copy), "owner/name"]) == 2
+        assert hub.asked == []
+    assert f"{path} is a link, or no file" in capsys.readouterr().err.replace("\n", "")
+
+
+@pytest.mark.parametrize("public", [False, True])
+def test_a_repository_that_all_can_read_wants_the_option(
+    run: Path, public: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`create_repo` leaves one that is there as it is."""
+    with running_hub() as hub:
+        hub.public = True
+        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", hub.url)
+        assert main(["push", str(run), "owner/name", *(["--public"] if public else [])]) == (0 if public else 2)
+    assert bool(hub.files) == public
+    if not public:
+        assert "it is public: want --public to upload there" in capsys.readouterr().err.replace("\n", " ")
+
+
+KEYS = {
+    "hf": "hf_" + "AbCdEfGh" * 4,
+    "sk": "sk-proj-" + "0123456789abcdef" * 2,
+    "github": "ghp_" + "0123456789abcdef" * 2 + "0123",
+    "aws": "AKIA" + "ABCDEFGH01234567",
+    "url": "me:pass-word",
+    "api_key": "plain words, 'quoted'",
+    "wandb_api_key": "0123456789" * 4,
+    "password": "'x'x'x'",
+    "token": 'tokenizer-like "\\',
+}
+
+
+def test_what_looks_like_a_key_is_not_uploaded(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Neither in the configuration nor in the texts that repeat it; other values stay as they are."""
+    copy = shutil.copytree(run, tmp_path / "copy")
+    config = yaml.safe_load((run / "config.yaml").read_text())
+    named = {name: KEYS[name] for name in ("api_key", "wandb_api_key", "password", "token")}
+    arguments = named | {"pad_token": "<pad>", "url": f"https://{KEYS['url']}@host/x", "of": "$HF_TOKEN"}
+    arguments |= {"headers": [KEYS["hf"], {"authorization": KEYS["sk"]}], "secret_key": KEYS["aws"]}
+    (copy / "config.yaml").write_text(yaml.safe_dump(config | {"further": arguments}))
+    (copy / "run.json").write_text(json.dumps({"command": KEYS["github"], "again": KEYS["wandb_api_key"]}))
+    for options in ([], ["--dry-run"]):
+        pushed(copy, monkeypatch, *options)
+        said = capsys.readouterr().out
+        assert "9 values that look like keys are replaced by (hidden)" in " ".join(said.split())
+        assert not any(key in said for key in KEYS.values())
+    files = pushed(copy, monkeypatch)
+    uploaded = yaml.safe_load(files["config.yaml"])
+    further = uploaded.pop("further")
+    assert uploaded == config
+    assert further == {
+        **dict.fromkeys(named, "(hidden)"), "pad_token": "<pad>", "url": "https://(hidden)@host/x", "of": "$HF_TOKEN",
+        "headers": ["(hidden)", {"authorization": "(hidden)"}], "secret_key": "(hidden)",
+    }  # fmt: skip
+    assert json.loads(files["run.json"]) == {"command": "(hidden)", "again": "(hidden)"}
+
+
+def test_a_key_that_cannot_be_hidden_is_refused(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    copy = shutil.copytree(run, tmp_path / "copy")
+    with (copy / "config.yaml").open("a") as file:
+        file.write('further: {password: "escaped \\x41"}\n')
+    with running_hub() as hub:
+        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", hub.url)
+        assert main(["push", str(copy), "owner/name"]) == 2
+        assert hub.asked == []
+    assert "it has one in a form that could not be hidden: remove it" in capsys.readouterr().err.replace("\n", " ")
+
+
+def test_no_setting_of_rlplus_is_taken_for_a_key() -> None:
+    settings = json.loads((Path(__file__).parents[2] / "configs/schema.json").read_text())["$defs"]
+    found = [name for part in settings.values() for name in part.get("properties", {})]
+    assert len(found) > 150
+    assert [name for name in found if hidden_keys._NAMES.fullmatch(name)] == []
 
 
 @pytest.mark.parametrize("place", ["refused", "cut", "https://hub.invalid", "offline"])

@@ -16,6 +16,7 @@ class Hub(ThreadingHTTPServer):
     def __init__(self, status: int = 200) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
         self.status = status
+        self.public = False  # the repository was there before, and all can read it
         self.created: list[dict[str, Any]] = []
         self.tokens: set[str] = set()
         self.asked: list[str] = []
@@ -28,6 +29,15 @@ class Hub(ThreadingHTTPServer):
 
 class _Handler(Handler):
     server: Hub
+
+    def do_GET(self) -> None:
+        """The facts of a repository of models."""
+        hub = self.server
+        hub.asked.append(f"GET {self.path}")
+        made = hub.created[-1] if hub.created else {}
+        private = True in (made.get("private"), made.get("visibility") == "private")
+        name = self.path.removeprefix("/api/models/").partition("?")[0]
+        self.answer({"id": name, "private": private and not hub.public})
 
     def do_POST(self) -> None:
         hub, body = self.server, self.body()

@@ -26,7 +26,7 @@ def test_two_runs_are_followed_side_by_side(tmp_path: Path) -> None:
             keeps(folder, step)
     runs = [FollowedRun(HOSTILE, one), FollowedRun("other", other)]
     with chromium(tmp_path / "browser") as tab, served(*runs) as server:
-        url = f"http://127.0.0.1:{server.server_port}/"
+        url = server.url
         for size, dark in (("desktop", False), ("phone", False), ("phone", True), ("desktop", True)):
             tab.show(size, dark=dark)
             tab.open(url)
@@ -62,6 +62,6 @@ def test_a_server_that_has_ended_is_said(tmp_path: Path) -> None:
     with chromium(tmp_path / "browser") as tab:
         with served(FollowedRun("run", folder)) as server:
             tab.show("phone")
-            tab.open(f"http://127.0.0.1:{server.server_port}/")
+            tab.open(server.url)
             assert not has(tab, "#link", "No answer")
         processes.wait_until(lambda: has(tab, "#link", "No answer from rlplus watch since "))

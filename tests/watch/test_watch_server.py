@@ -2,10 +2,15 @@
 
 import http.client
 import json
+import os
 import re
 import socket
+import subprocess
+import sys
 from pathlib import Path
+from urllib.parse import urlsplit
 
+import processes
 import pytest
 from watched_runs import HOSTILE, keeps, run_at, says, served
 
@@ -22,10 +27,11 @@ def folder(tmp_path: Path) -> Path:
 
 
 def ask(
-    server: WatchServer, path: str = "/", method: str = "GET", **headers: str
+    server: WatchServer, path: str = "/", method: str = "GET", token: str | None = None, **headers: str
 ) -> tuple[http.client.HTTPResponse, str]:
     connection = http.client.HTTPConnection("127.0.0.1", server.server_port)
-    connection.request(method, path, headers=headers)
+    query = urlsplit(server.url).query if token is None else token
+    connection.request(method, f"{path}{'&' if '?' in path else '?'}{query}", headers=headers)
     response = connection.getresponse()
     text = response.read().decode()
     connection.close()
@@ -87,6 +93,37 @@ def test_nothing_but_the_page_is_served(folder: Path) -> None:
         for path in ("/config.yaml", "/../config.yaml", "/%2e%2e/etc/passwd", "//etc/passwd", "/now.json/..", "/now"):
             assert ask(server, path)[0].status == 404, path
         assert ask(server, "/favicon.ico")[0].status == 204
+
+
+def test_only_who_knows_the_token_is_answered(folder: Path) -> None:
+    """Other users of the machine reach the port; what they see does not depend on the path, nor is the token in it."""
+    with served(FollowedRun("run", folder)) as server, served(FollowedRun("run", folder)) as other:
+        own, others = (urlsplit(each.url).query for each in (server, other))
+        assert re.fullmatch(r"token=[\w-]{32}", own)
+        for token in ("", "token=", others, own[:-1], own + "x", own.upper(), f"{own}&token=x", "token=%ff", "x=1"):
+            for path in ("/", "/now.json", "/samples.json", "/none"):
+                response, text = ask(server, path, token=token)
+                assert response.status == 403, (token, path)
+                assert text == "want the address that `rlplus watch` printed, with its token\n"
+        assert own.removeprefix("token=") not in ask(server)[1]
+        assert ask(server, token=f"x=1&{own}")[0].status == 200
+
+
+@pytest.mark.parametrize("name", ["progress.json", "metrics.jsonl", "config.yaml", "samples/step-000009.parquet"])
+def test_a_pipe_in_the_place_of_a_file_is_not_waited_for(tmp_path: Path, folder: Path, name: str) -> None:
+    path = folder / name
+    path.unlink(missing_ok=True)
+    os.mkfifo(path)
+    code = (
+        "import sys; from pathlib import Path; from rlplus.watch import FollowedRun, View; "
+        "view = View([FollowedRun('run', Path(sys.argv[1]))]); view.update(); view.page()"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(folder)], timeout=processes.PATIENCE_S)
+    assert done.returncode == 0
+    path.unlink()
+    path.symlink_to(tmp_path / "real")
+    (tmp_path / "real").write_text("")
+    FollowedRun("run", folder).update()
 
 
 @pytest.mark.parametrize("method", ["POST", "PUT", "PATCH", "DELETE", "OPTIONS", "HEAD", "TRACE"])
