@@ -57,6 +57,13 @@ class Progress:
         return min(1.0, max(step / train.steps, tokens))
 
     @property
+    def by_tokens(self) -> bool:
+        """Whether `share_done` counts generated tokens: at this pace they end the run, before its last step."""
+        train = self.config.train
+        assert train.steps is not None, "want a configuration with_steps"
+        return train.generated_tokens is not None and self.generated * train.steps > self.step * train.generated_tokens
+
+    @property
     def epoch(self) -> float | None:
         """The number of passes over the prompts, in a run that counts epochs."""
         epochs = self.config.train.epochs

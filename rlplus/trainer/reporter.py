@@ -161,6 +161,7 @@ class Reporter:
             "resumed_at": self._resumed_at,
             "step": None if progress is None else progress.step,
             "steps": None if progress is None else progress.config.train.steps,
+            "limit": self._limit(),
             "share_done": share,
             "step_seconds": None if progress is None else now - self._step_since,
             "seconds_left": None if progress is None else self._pace.left(share, now - self._step_since),
@@ -201,7 +202,14 @@ class Reporter:
     def _place(self, step: str) -> str:
         assert self._progress is not None
         percent = int(100 * self._progress.share_done + 1e-9)  # rounded down: 100% is the end
-        return f"{self._title} {percent:3}% {step} of {self._progress.config.train.steps}"
+        limit, most = self._limit(), self._progress.config.train.steps
+        return f"{self._title} {percent:3}% {f'of {limit}, {step} of at most' if limit else f'{step} of'} {most}"
+
+    def _limit(self) -> str:
+        """The end of the run where the percentage does not count steps."""
+        if self._progress is None or not self._progress.by_tokens:
+            return ""
+        return f"{self._progress.config.train.generated_tokens:,} tokens"
 
     def _write(self, state: str, message: str = "") -> None:
         """Replace the file. It is not flushed to the disk: after a crash of the machine it may be older or damaged."""

@@ -144,7 +144,10 @@ class Run:
         agree.barrier()  # the next stage reads it on every rank
         idle = self.progress.idle == step
         unchanged = " (no step had an update: it is the one that the run began with)" if idle else ""
-        self.log.say(f"{step} steps done; model in {model}{unchanged}")
+        train, steps = self.config.train, f"{step} steps done"
+        if train.steps is not None and step < train.steps and not self.progress.early_end:
+            steps = f"{step} of at most {train.steps} steps done, with train.generated_tokens={train.generated_tokens}"
+        self.log.say(f"{steps}; model in {model}{unchanged}")
         if (best := self.progress.best) is not None:
             place = self.folder.checkpoints / checkpoint.name_of(best["step"])
             self.log.say(f"the best validation was in step {best['step']}, mean reward {best['reward']:.4g}: {place}")

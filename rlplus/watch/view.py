@@ -141,7 +141,9 @@ def _add_progress(found: Card, life: Life, now: Mapping[str, Any]) -> None:
     ended = time.strftime("%d %b %H:%M", time.localtime(float(now["written"])))
     found.percent = _percent(now.get("share_done", 0.0))
     if now.get("step") is not None:
-        found.place = f"step {now['step']:,} of {now['steps']:,} done"
+        limit = now.get("limit")  # 0.3.0 did not write it
+        found.place = f"step {now['step']:,} of {'at most ' if limit else ''}{now['steps']:,} done"
+        found.place += f", {found.percent:g}% of {limit}" if limit else ""
     if life.state != "running":
         found.left = f"{'last seen' if life.state == 'gone' else 'since'} {ended}"
         if life.state == "gone":

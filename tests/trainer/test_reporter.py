@@ -18,6 +18,8 @@ from rlplus.trainer import Interrupted, open_run, train
 from rlplus.trainer.progress import Progress
 from rlplus.trainer.reporter import AGAIN_S, BETWEEN_STEPS_S, SETTLED_S, Pace, Reporter
 
+OF_TOKENS = "of 5,000 tokens, step 6 of at most 9"
+
 
 class Clock:
     """Seconds that pass when the test says so, for the reporter and for what reports."""
@@ -103,17 +105,23 @@ def test_after_a_resume_percentage_and_time_left_are_the_whole_runs(
 
 
 @pytest.mark.parametrize(
-    ("train", "step", "generated"), [({"steps": 6}, 6, 0), ({"steps": 9, "generated_tokens": 100}, 6, 100)]
+    ("train", "generated", "place"),
+    [({"steps": 6}, 0, "step 6 of 6"), ({"steps": 9, "generated_tokens": 5000}, 5000, OF_TOKENS)],
 )
 def test_behind_the_last_step_none_begins(
-    train: dict[str, int], step: int, generated: int, tmp_path: Path, clock: Clock, capsys: pytest.CaptureFixture[str]
+    train: dict[str, int],
+    generated: int,
+    place: str,
+    tmp_path: Path,
+    clock: Clock,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     report = reporter(tmp_path / "run", clock)
-    report.follow(at_step(run_config(tmp_path, train=train), step, generated), [])
+    report.follow(at_step(run_config(tmp_path, train=train), 6, generated), [])
     activity.current.begin("export")
     clock.now += SETTLED_S
     report.look()
-    want = f"rlplus 100% step {step} of {train['steps']}  writing the model, {SETTLED_S:.0f} s"
+    want = f"rlplus 100% {place}  writing the model, {SETTLED_S:.0f} s"
     assert capsys.readouterr().err.startswith(want)
 
 
@@ -134,6 +142,21 @@ def test_the_line_of_a_step_has_its_seconds_and_the_time_left(
         "rlplus  75% step 3 of 4  … 20  1,240 tok/s  1,200 s  20 min left",
         "rlplus 100% step 4 of 4  … 20  1,240 tok/s  1,200 s  0 s left",
     ]
+
+
+def test_a_percentage_of_tokens_is_said_to_be_one(
+    tmp_path: Path, clock: Clock, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It is none of the steps beside it."""
+    progress = at_step(run_config(tmp_path, train={"steps": 1000, "generated_tokens": 10_000}), 3, 9700)
+    report = reporter(tmp_path / "run", clock)
+    report.follow(progress, [])
+    assert report.state()["limit"] == "10,000 tokens"
+    report.step(step_line(3))
+    assert capsys.readouterr().err.startswith("rlplus  97% of 10,000 tokens, step 3 of at most 1000  reward ")
+    for generated, limit in ((30, ""), (31, "10,000 tokens")):  # the share of the steps is 0.003
+        progress.generated = generated
+        assert report.state()["limit"] == limit
 
 
 def test_the_end_of_a_run_by_tokens_is_their_share(tmp_path: Path, clock: Clock) -> None:

@@ -223,10 +223,12 @@ def test_a_run_leaves_all_that_is_promised(tmp_path):
     assert any(not torch.equal(p, start[name]) for name, p in lm.named_parameters())
 
 
-def test_generated_tokens_end_the_run(tmp_path):
+def test_generated_tokens_end_the_run(tmp_path, capsys):
     folder = train(run_config(tmp_path, train={"steps": 50, "generated_tokens": 200}))
     rows = metrics(folder)
     assert rows[-2]["generated_tokens"] < 200 <= rows[-1]["generated_tokens"]
+    end = f"{len(rows)} of at most 50 steps done, with train.generated_tokens=200; model in "
+    assert end in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -210,6 +210,12 @@ def test_a_card_has_the_numbers(tmp_path: Path) -> None:
     ]
 
 
+def test_a_card_says_what_a_percentage_of_tokens_counts(tmp_path: Path) -> None:
+    folder = run_at(tmp_path / "run", 40)
+    says(folder, step=107, steps=1000, share_done=0.9756, limit="10,000,000 tokens")
+    assert card(followed(folder), "accent").place == "step 107 of at most 1,000 done, 97.5% of 10,000,000 tokens"
+
+
 def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     run_at(tmp_path / "runs/one", 1)
