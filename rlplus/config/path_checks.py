@@ -11,8 +11,9 @@ from tempfile import TemporaryDirectory
 from threading import Timer
 from typing import Literal
 from urllib.error import HTTPError
-from urllib.request import Request, urlopen
+from urllib.request import Request
 
+from rlplus.common.http_limits import urlopen
 from rlplus.common.teacher_states import TeacherStates
 from rlplus.config.benchmarks import BENCHMARKS
 from rlplus.config.folders import DATA_SUFFIXES

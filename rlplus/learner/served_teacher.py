@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from rlplus.common import agree
+from rlplus.common.http_limits import MOST_BYTES
 from rlplus.data import MicroBatch, Sample, load_tokenizer
 from rlplus.errors import SharedFailure
 from rlplus.learner.policy import Policy
@@ -17,6 +18,7 @@ from rlplus.rollout.server_http import PATIENCE_S, TEACHER, Requests, parsed, sp
 KEY = TEACHER.url
 LIMIT = "rollout.progress_timeout_s"
 CONNECTIONS = 16  # responses at a time from each rank; the server batches what it has
+BYTES_PER_LOGPROB = 256  # of JSON at most, on average: a token with its logprob, rank and text
 DECODED = 4096  # tokens at a time by which tokenizers are compared
 TOLERANCE = 1e-3  # largest logprob above 0, and largest excess of a sum of probabilities over 1
 MALFORMED = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError)
@@ -121,7 +123,8 @@ class ServedTeacher:
         """Logprobs (T,) of the tokens behind the first `prompt` ones, and the likeliest there with theirs (T, k)."""
         body = {"model": self._model, "prompt": tokens, "max_tokens": 1, "temperature": 0}
         body["prompt_logprobs"] = self._told
-        answer = parsed(http.send("POST", "/v1/completions", body, self._timeout_s, LIMIT))
+        most = MOST_BYTES + len(tokens) * (self._told + 1) * BYTES_PER_LOGPROB
+        answer = parsed(http.send("POST", "/v1/completions", body, self._timeout_s, LIMIT, most))
         try:
             told = answer["choices"][0]["prompt_logprobs"][prompt:]
             read = [self._read(each, token) for each, token in zip(told, tokens[prompt:], strict=True)]

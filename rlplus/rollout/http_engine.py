@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rlplus.common import activity, agree
+from rlplus.common.http_limits import MOST_BYTES
 from rlplus.config import RolloutConfig
 from rlplus.errors import RunFailed
 from rlplus.rollout.protocol import Completion, Request, Sampling, check_requests, check_responses
@@ -19,6 +20,7 @@ from rlplus.rollout.server_http import PATIENCE_S, RESTART, Kind, Refused, Reque
 
 # Errors of reading an answer that has another form than the server's.
 MALFORMED = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError)
+BYTES_PER_TOKEN, BYTES_PER_KEPT = 512, 16  # of JSON at most: a token with its logprob, a token that was kept
 CONNECTIONS = 64  # prompts at a time from each rank; the server batches what it has
 
 logger = logging.getLogger(__name__)
@@ -116,6 +118,10 @@ class HttpEngine(ABC):
     @abstractmethod
     def _ask(self, http: Requests, prompt: Sequence[int], params: dict[str, Any]) -> list[Completion]:
         """The responses to one prompt; OSError or RunFailed without them."""
+
+    def _most_bytes(self, tokens: int, kept: int = 0) -> int:
+        """The length of an answer with so many tokens at most, each drawn from so many at most."""
+        return MOST_BYTES + tokens * (BYTES_PER_TOKEN + kept * BYTES_PER_KEPT)
 
     @abstractmethod
     def _tokens(self) -> float:

@@ -148,7 +148,9 @@ class ServerEngine(HttpEngine):
         return sum(map(float, counts))
 
     def _ask(self, http: Requests, prompt: Sequence[int], params: dict[str, Any]) -> list[Completion]:
-        answer = parsed(http.send("POST", GENERATE, {"token_ids": list(prompt), "sampling_params": params}))
+        most = self._most_bytes(params["n"] * params["max_tokens"], self._most_kept)
+        asked = {"token_ids": list(prompt), "sampling_params": params}
+        answer = parsed(http.send("POST", GENERATE, asked, most=most))
         try:
             choices = sorted(answer["choices"], key=lambda choice: choice["index"])
             if len(choices) != params["n"]:

@@ -7,11 +7,13 @@ import os
 import socket
 import ssl
 import threading
+import time
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import SplitResult, urlsplit
 
+from rlplus.common.http_limits import BEGUN_S, MOST_BYTES, TooLong, answered
 from rlplus.errors import without_passwords
 
 KEEPALIVE = ((socket.TCP_KEEPIDLE, 15), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 3))  # a dead host shows in 30 s
@@ -70,9 +72,18 @@ class Requests:
         self._over = False
 
     def send(
-        self, method: str, path: str, body: Any = None, timeout_s: float | None = None, setting: str = ""
+        self,
+        method: str,
+        path: str,
+        body: Any = None,
+        timeout_s: float | None = None,
+        setting: str = "",
+        most: int = MOST_BYTES,
     ) -> bytes:
-        """The answer's body; OSError where none comes, or another status than 200. setting: the key of timeout_s."""
+        """The answer's body; OSError where none comes, or another status than 200, or more than `most` bytes.
+
+        timeout_s: for the whole answer; None: it may begin at any time, and ends soon after. setting: its key.
+        """
         kind = http.client.HTTPSConnection if self.url.scheme == "https" else http.client.HTTPConnection
         connection = kind(self.url.netloc, timeout=PATIENCE_S)
         connected = None
@@ -81,11 +92,12 @@ class Requests:
             connected = connection.sock  # which the connection may forget
             self._begin(connected, timeout_s)
             text = None if body is None else json.dumps(body)
+            until = None if timeout_s is None else time.monotonic() + timeout_s
             connection.request(method, self.url.path + path, text, self._headers)
-            response = connection.getresponse()
-            answer = response.read()
+            status, answer = answered(connection, until, most)
         except (http.client.HTTPException, OSError) as error:
-            limit = f"{timeout_s:g} s{setting and ', '}{setting}" if timeout_s else ""
+            begun = "" if getattr(error, "errno", None) else f"{BEGUN_S:g} s for an answer that has begun"
+            limit = f"{timeout_s:g} s{setting and ', '}{setting}" if timeout_s else begun
             limit = limit if connected else f"{PATIENCE_S:g} s"
             advice = _advice(error, limit, self.kind)
             raise OSError(f"{method} {path}: {type(error).__name__} {error}. {advice}") from error
@@ -93,12 +105,12 @@ class Requests:
             with self._lock:
                 self._under_way.discard(connected)
             connection.close()
-        if response.status != 200:
-            raise Refused(f"{method} {path}", response.status, answer, self.kind)
+        if status != 200:
+            raise Refused(f"{method} {path}", status, answer, self.kind)
         return answer
 
     def _begin(self, connected: socket.socket, timeout_s: float | None) -> None:
-        connected.settimeout(timeout_s)
+        connected.settimeout(timeout_s or BEGUN_S)
         connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for option, value in KEEPALIVE:
             connected.setsockopt(socket.IPPROTO_TCP, option, value)
@@ -147,6 +159,8 @@ def _advice(error: OSError | http.client.HTTPException, limit: str, kind: Kind) 
     """Advice to the user about a request without an answer, by its cause."""
     if isinstance(error, socket.gaierror):
         return f"Is the host in {kind.url} right?"
+    if isinstance(error, TooLong):
+        return f"Is it a server of {kind.library}?"
     if isinstance(error, ssl.SSLError):
         return "Does it speak https, with a certificate that this machine trusts (SSL_CERT_FILE)?"
     if isinstance(error, TimeoutError):

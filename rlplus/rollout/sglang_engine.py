@@ -111,7 +111,7 @@ class SGLangEngine(HttpEngine):
                 ],
                 "return_logprob": True,
             }
-            answers = parsed(http.send("POST", "/generate", body))
+            answers = parsed(http.send("POST", "/generate", body, most=self._most_bytes(len(left) * limit)))
             try:
                 if len(answers) != len(left):
                     raise RunFailed(f"want {len(left)} responses from {self.name}; got {len(answers)}")

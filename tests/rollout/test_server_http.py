@@ -2,13 +2,20 @@
 
 import errno
 import http.client
+import json
 import socket
 import ssl
+import time
+from contextlib import suppress
+from http.server import ThreadingHTTPServer
 from typing import Any
 
 import pytest
+from local_http import Handler, running
 
-from rlplus.rollout import server_http
+from rlplus.common import http_limits
+from rlplus.learner import served_teacher
+from rlplus.rollout import http_engine, server_http
 from rlplus.rollout.server_http import RESTART, Refused, Requests, split
 
 CAUSES = [
@@ -50,6 +57,55 @@ def test_a_limit_names_its_setting() -> None:
         requests = Requests(split(f"http://127.0.0.1:{silent.getsockname()[1]}"))
         with pytest.raises(OSError, match=r"takes longer than 0.1 s, half of rollout.push_timeout_s. Start it again"):
             requests.send("POST", "/pause", timeout_s=0.1, setting="half of rollout.push_timeout_s")
+
+
+@pytest.mark.parametrize(
+    ("timeout_s", "said"),
+    [(0.2, "takes longer than 0.2 s, my limit"), (None, "takes longer than 0.3 s for an answer that has begun")],
+)
+def test_an_answer_that_drips_is_given_up(monkeypatch: pytest.MonkeyPatch, timeout_s: float | None, said: str) -> None:
+    """No receive of it takes longer than a hundredth of a second; all of it would take ten."""
+    monkeypatch.setattr(http_limits, "BEGUN_S", 0.3)
+    monkeypatch.setattr(server_http, "BEGUN_S", 0.3)
+
+    class Drips(Handler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.send_header("Content-Length", "1000")
+            self.end_headers()
+            with suppress(OSError):  # the client has hung up
+                for _ in range(1000):
+                    self.wfile.write(b" ")
+                    time.sleep(0.01)
+
+    message = rf"^GET /metrics: TimeoutError .* {said}. {RESTART}"
+    with running(ThreadingHTTPServer(("127.0.0.1", 0), Drips)) as url, pytest.raises(OSError, match=message):
+        Requests(split(url)).send("GET", "/metrics", timeout_s=timeout_s, setting="my limit")
+
+
+def test_an_answer_that_is_too_long_is_given_up() -> None:
+    class Long(Handler):
+        def do_GET(self) -> None:
+            with suppress(OSError):
+                self.answer(b" " * (http_limits.MOST_BYTES + 1))
+
+    with running(ThreadingHTTPServer(("127.0.0.1", 0), Long)) as url:
+        requests = Requests(split(url))
+        with pytest.raises(OSError, match=r"want an answer of at most 16,777,216 bytes.* Is it a server of vllm\?"):
+            requests.send("GET", "/metrics")
+        assert len(requests.send("GET", "/metrics", most=2 * http_limits.MOST_BYTES)) == http_limits.MOST_BYTES + 1
+
+
+def test_the_longest_good_answers_fit() -> None:
+    """Entries of vLLM 0.32's and SGLang 0.5's answers, with the longest numbers and commas."""
+    number, logprob = 10**7 - 1, -1234.5678901234567
+    candidate = {"token_id": number, "logprob": logprob, "rank": number}
+    entry = json.dumps(candidate | {"top_logprobs": [candidate]})
+    assert len(entry) + len(f", {number}, ") <= http_engine.BYTES_PER_TOKEN
+    assert len(json.dumps([logprob, number, None])) + len(f", {number}, ") <= http_engine.BYTES_PER_TOKEN
+    assert len(f"{number}, ") <= http_engine.BYTES_PER_KEPT
+    told = json.dumps({str(number): candidate | {"decoded_token": "\u4e2d" * 20}})
+    assert len(told) <= served_teacher.BYTES_PER_LOGPROB
 
 
 @pytest.mark.parametrize(
