@@ -45,7 +45,11 @@ def convert(path: Path, gpus: int = 1, overrides: Sequence[str] = ()) -> Convert
     if path.suffix not in (".py", *SHELL):
         raise ValueError(f"want a Python file (.py) or a shell script (.sh); got {path}, which ends in {path.suffix}")
     text = read_text(path)
-    draft = from_trl(read_python(text, str(path)), gpus) if path.suffix == ".py" else from_verl(read_shell(text, path))
+    try:
+        python = path.suffix == ".py"
+        draft = from_trl(read_python(text, str(path)), gpus) if python else from_verl(read_shell(text, path))
+    except RecursionError as error:
+        raise ValueError(f"{path}: nested too deeply to be read") from error
     for override in overrides:
         key = override.partition("=")[0].strip()
         reward = key in ("reward.kind", "reward.function")

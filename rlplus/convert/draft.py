@@ -5,25 +5,41 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from rlplus.config.synonyms import WITHOUT, ending
+from rlplus.config.synonyms import ending
+from rlplus.convert.expressions import LIMIT
 
 
 @dataclass
 class Script:
-    """The settings in a script. settings, places: values by name, and the line of each.
+    """The settings of a script's calls or command. settings, places: values by name, and the line of each.
 
-    unread: lines by name, also where a later line replaces a value that was read.
+    unread: lines by the name of what only running the script would tell, whose value is not in `settings`.
 
-    model, rewards, data, lora: what surrounds TRL's GRPOConfig; rewards are names of functions.
+    outside: lines of settings that stand behind the command, which does not get them.
+
+    Keys of dictionaries, and keywords of calls around TRL's GRPOConfig, have dotted names.
     """
 
     settings: dict[str, Any] = field(default_factory=dict)
     places: dict[str, int] = field(default_factory=dict)
     unread: dict[str, int] = field(default_factory=dict)
-    model: str | None = None
-    rewards: list[str] = field(default_factory=list)
-    data: str | None = None
-    lora: dict[str, Any] | None = None
+    outside: dict[str, int] = field(default_factory=dict)
+
+    def put(self, name: str, value: Any, line: int) -> None:
+        """Set a name, in place of what an earlier line says."""
+        if isinstance(value, dict) and value:
+            for key, inner in value.items():
+                self.put(f"{name}.{key}", inner, line)
+            return
+        self.settings[name], self.places[name] = value, line
+        self.unread.pop(name, None)
+
+    def doubt(self, name: str, line: int) -> None:
+        """Take a name's value, and its keys', for unknown from here on."""
+        for known in [name, *(other for other in self.settings if other.startswith(f"{name}."))]:
+            self.settings.pop(known, None)
+            self.places.pop(known, None)
+            self.unread[known] = line
 
 
 class Draft:
@@ -38,49 +54,58 @@ class Draft:
         self.lost: list[str] = []
         self.missing: list[str] = []
         self._defaults = defaults
-        self._used: set[str] = set()
+        self._asked: set[str] = set()
+        self._listed: set[str] = set()
 
     def get(self, name: str) -> Any:
         """The script's value, or the trainer's default."""
-        self._used.add(name)
+        self._asked.add(name)
         value = self.script.settings.get(name)
         return self._defaults.get(name) if value is None else value
 
     def count(self, name: str, least: int = 1) -> int:
         """`get` of an integer. ValueError for another value, or one below `least`."""
-        value = whole(self.get(name))
-        self._check(name, value is not None and value >= least, f"an integer of at least {least}")
+        value = 0 if least < 1 and self.get(name) is False else whole(self.get(name))
+        self._check(name, value is not None and least <= value < LIMIT, f"an integer of at least {least}")
         assert value is not None
         return value
 
     def number(self, name: str, above: float = -math.inf) -> float:
         """`get` of a finite number. ValueError for another value, or one that is not greater than `above`."""
         value = self.get(name)
-        good = isinstance(value, int | float) and not isinstance(value, bool) and above < value < math.inf
+        good = isinstance(value, int | float) and not isinstance(value, bool) and value > above and abs(value) < LIMIT
         self._check(name, good, "a number" if above == -math.inf else f"a number greater than {above:g}")
         return float(value)
 
-    def table(self, name: str) -> dict[str, Any]:
-        """`get` of a dictionary, which is empty if it is not given. ValueError for another value."""
-        value = self.get(name)
-        self._check(name, value is None or isinstance(value, dict), "a dictionary")
-        return value or {}
+    def table(self, name: str) -> None:
+        """ValueError for a dictionary that is given as something else; the names of its keys are dotted."""
+        self._check(name, self.get(name) in (None, {}), "a dictionary")
 
     def _check(self, name: str, good: bool, wanted: str) -> None:
         if not good:
             raise ValueError(f"want {self.trainer}'s {name} {wanted}; got {self.get(name)!r} ({self._place(name)})")
 
     def given(self, name: str) -> bool:
+        """Whether the script has a value that can be read."""
+        self._asked.add(name)
         return self.script.settings.get(name) is not None
+
+    def has(self, name: str) -> bool:
+        """Whether the script has a value, read or not."""
+        return self.given(name) or name in self.script.unread
+
+    def unread(self, name: str) -> list[str]:
+        """The name, if only running the script would tell its value."""
+        return [name] if name in self.script.unread else []
 
     def origin(self, *names: str) -> str:
         """The names, with the line of each or the word default, for a comment."""
         return ", ".join(f"{name} ({self._place(name)})" for name in names)
 
     def _place(self, name: str) -> str:
-        place = f"line {self.script.places[name]}" if self.given(name) else "default"
-        line = self.script.unread.get(name)
-        return place if line is None else f"{place}: line {line} could not be read"
+        if name in self.script.unread:
+            return f"line {self.script.unread[name]} could not be read"
+        return f"line {self.script.places[name]}" if self.given(name) else "default"
 
     def set(self, key: str, value: Any, *names: str, note: str = "") -> None:
         """Set a key of ours. names: the settings that it comes from. note: what else its comment says."""
@@ -89,12 +114,14 @@ class Draft:
         for section in sections:
             at = at.setdefault(section, {})
         at[name] = value
-        comment = "; ".join(filter(None, [self.origin(*names), note]))
-        for unread in set(names) & self.script.unread.keys():
-            line = self.script.unread.pop(unread)
-            by = f"line {self.script.places[unread]}" if self.given(unread) else f"{self.trainer}'s default"
-            self.missing.append(f"{key}: {unread} could not be read, line {line}; {value} is by {by}")
-        self.comments[key] = comment
+        self.comment(key, f"{value} is by {self.trainer}'s default", *names, note=note)
+
+    def comment(self, key: str, instead: str, *names: str, note: str = "") -> None:
+        """Say where a key of ours comes from, and what it is instead where a name could not be read."""
+        unread = [self.origin(name) for name in names if name in self.script.unread]
+        self.missing += [f"{key}: {place}; {instead}" for place in unread]
+        self._listed.update(names)
+        self.comments[key] = "; ".join(filter(None, ["FILL IN" if unread else "", self.origin(*names), note]))
 
     def take(self, key: str, name: str) -> Any:
         """Set a key to a setting's value as it is; -> the value. None sets nothing."""
@@ -103,16 +130,18 @@ class Draft:
             self.set(key, value, name)
         return value
 
-    def fill_in(self, key: str, value: Any, note: str) -> None:
+    def fill_in(self, key: str, value: Any, note: str, *names: str) -> None:
         """Set a key, which the script does not say, to a guess or a text that no run accepts."""
         self.set(key, value, note=f"FILL IN: {note}")
-        self.missing.append(f"{key}: {note}")
+        given = [name for name in names if self.has(name)]
+        self._listed.update(given)
+        self.missing.append(f"{key}: {note}" + (f": {self.origin(*given)}" if given else ""))
 
     def lose(self, name: str, why: str) -> None:
         """List a setting as not converted."""
-        self._used.add(name)
-        place = f" (line {self.script.places[name]})" if name in self.script.places else ""
-        self.lost.append(f"{name}{place}: {why}")
+        self._listed.add(name)
+        line = self.script.places.get(name) or self.script.unread.get(name)
+        self.lost.append(f"{name} (line {line}): {why}" if line else f"{name}: {why}")
 
     def drop(self, key: str, why: str) -> None:
         """Leave out a key of ours that would have no effect."""
@@ -121,18 +150,26 @@ class Draft:
         for section in sections:
             at = at[section]
         del at[name]
-        self.lost.append(f"{self.comments.pop(key, key)}: {key} would have no effect, {why}")
+        origin = self.comments.pop(key, key).removeprefix("FILL IN; ")
+        self.missing = [line for line in self.missing if not line.startswith(f"{key}:")]
+        self.lost.append(f"{origin}: {key} would have no effect, {why}")
 
-    def list_the_rest(self) -> None:
-        """List each setting that nothing has asked for, and those that could not be read."""
-        reasons = WITHOUT[self.trainer]
-        unknown = "no argument of TRL's GRPOConfig" if self.trainer == "TRL" else "no counterpart"
+    def list_the_rest(self, reasons: Mapping[str, str], unknown: str) -> None:
+        """List each setting that no value's comment names, and those that could not be read."""
         for name in self.script.settings:
-            if name not in self._used:
+            if name in self._asked - self._listed:
+                self.lose(name, "changes nothing here, given the other settings")
+            elif name not in self._listed:
                 known = ending(name, reasons)
                 self.lose(name, reasons[known] if known else unknown)
         for name, line in self.script.unread.items():
-            self.lost.append(f"{name}: could not be read, line {line}")
+            known = ending(name, reasons)
+            if name in self._asked - self._listed:
+                self.missing.append(f"{name}: line {line} could not be read; {self.trainer}'s default is taken")
+            elif name not in self._listed:
+                self.lose(name, reasons[known] if known else "only running the script would tell")
+        for name, line in self.script.outside.items():
+            self.lost.append(f"{name} (line {line}): no part of the command, which ends before that line")
 
 
 def whole(value: Any) -> int | None:

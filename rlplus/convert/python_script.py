@@ -1,24 +1,27 @@
-"""A GRPOConfig and what surrounds it, read from the syntax of a Python file, which is never executed."""
+"""A GRPOConfig and the calls around it, read from the syntax of a Python file, which is never executed.
+
+A name is known where a plain assignment is the only thing in the file that binds it, and nothing can change its value.
+"""
 
 import ast
-import operator
-from collections.abc import Iterator
-from typing import Any
 
 from rlplus.convert.draft import Script
+from rlplus.convert.expressions import Unknown
+from rlplus.convert.names import READ, Names, called
 
-ARITHMETIC: dict[type[ast.operator], Any] = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.Div: operator.truediv,
-    ast.FloorDiv: operator.floordiv,
-}
 PARSERS = ("TrlParser", "HfArgumentParser", "parse_args_into_dataclasses")
+POSITIONS = {  # of the arguments, by the call
+    "GRPOConfig": ("output_dir",),
+    "GRPOTrainer": (
+        "model", "reward_funcs", "args", "train_dataset", "eval_dataset", "processing_class",
+        "reward_processing_classes", "callbacks", "optimizers", "quantization_config", "peft_config",
+    ),
+    "load_dataset": ("path", "name"),
+}  # fmt: skip
 
+MADE = {"args": "GRPOConfig", "peft_config": "LoraConfig"}  # by calls that are read themselves
 
-class NotLiteral(ValueError):
-    """A value that only running the script would tell."""
+Entry = tuple[str, ast.expr | None, int]  # a keyword, its value if that is sure, its line
 
 
 def read_python(text: str, name: str) -> Script:
@@ -27,129 +30,159 @@ def read_python(text: str, name: str) -> Script:
         tree = ast.parse(text)
     except SyntaxError as error:
         raise ValueError(f"{name}, line {error.lineno or 1}: not valid Python: {error.msg}") from error
-    except ValueError as error:
-        raise ValueError(f"{name}: not valid Python: {error}") from error
+    except (ValueError, MemoryError) as error:
+        raise ValueError(f"{name}: not valid Python: {str(error) or 'nested too deeply'}") from error
+    names = Names(tree)
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
-    configs = [call for call in calls if _name(call) == "GRPOConfig"]
+    found = {kind: [call for call in calls if called(call) == kind] for kind in READ}
+    configs = found["GRPOConfig"]
     if len(configs) != 1:
-        lines = ", ".join(str(call.lineno) for call in configs)
-        came = f"{len(configs)}, in lines {lines}" if configs else "none"
-        parsers = [call for call in calls if _name(call) in PARSERS]
-        if parsers and not configs:
-            came += (
-                f": {_name(parsers[0])} (line {parsers[0].lineno}) takes the arguments from a command line, which "
-                "cannot be read; write them into the script, as GRPOConfig(learning_rate=1e-6, ...)"
-            )
-        raise ValueError(f"{name}: want one call of TRL's GRPOConfig; got {came}")
-    names = dict(_constants(tree))
+        raise ValueError(f"{name}: want one call of TRL's GRPOConfig; got {_came(configs, calls)}")
     script = Script()
-    _read_call(configs[0], names, script)
-    script.unread |= _later(tree, configs[0])
-    for call in calls:
-        if _name(call) == "GRPOTrainer":
-            _read_trainer(call, names, script)
-        elif _name(call) == "LoraConfig":
-            script.lora = {k.arg: _value(k.value, names, None) for k in call.keywords if k.arg}
-        elif _name(call) == "load_dataset" and script.data is None:
-            script.data = _data_set(call, names)
+    _put_all(script, names, "", _entries(names, configs[0]))
+    _doubt_later(script, names, configs[0])
+    sources = [_read_trainer(script, names, trainer, found) for trainer in found["GRPOTrainer"]]
+    for lora in found["LoraConfig"]:
+        sure = len(found["LoraConfig"]) == 1
+        _put_all(script, names, "LoraConfig.", _entries(names, lora), sure)
+        script.put("LoraConfig", True, lora.lineno)
+    for call in found["load_dataset"]:
+        if call not in sources:
+            script.doubt(ast.unparse(call)[:80], call.lineno)
     return script
 
 
-def _name(call: ast.Call) -> str:
-    function = call.func
-    return function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
+def _came(configs: list[ast.Call], calls: list[ast.Call]) -> str:
+    if configs:
+        return f"{len(configs)}, in lines {', '.join(str(call.lineno) for call in configs)}"
+    for call in calls:
+        if called(call) in PARSERS:
+            return (
+                f"none: {called(call)} (line {call.lineno}) takes the arguments from a command line, which "
+                "cannot be read; write them into the script, as GRPOConfig(learning_rate=1e-6, ...)"
+            )
+    return "none"
 
 
-def _constants(tree: ast.AST) -> Iterator[tuple[str, ast.expr]]:
-    """Names that are assigned once."""
-    assigned = [node for node in ast.walk(tree) if isinstance(node, ast.Assign) and len(node.targets) == 1]
-    targets = [node.targets[0].id for node in assigned if isinstance(node.targets[0], ast.Name)]
-    for node in assigned:
-        if isinstance(target := node.targets[0], ast.Name) and targets.count(target.id) == 1:
-            yield target.id, node.value
+def _entries(names: Names, node: ast.Call | ast.Dict) -> list[Entry]:
+    """The keywords of a call, or a dictionary's keys, with those that `**` adds."""
+    entries: list[Entry] = []
+    pairs: list[tuple[str | None, ast.expr]]
+    if isinstance(node, ast.Call):
+        positions = POSITIONS.get(called(node), ())
+        for i, argument in enumerate(node.args):
+            plain = i < len(positions) and not any(isinstance(earlier, ast.Starred) for earlier in node.args[: i + 1])
+            name = positions[i] if plain else f"the argument {ast.unparse(argument)[:40]}"
+            entries.append((name, argument if plain else None, argument.lineno))
+        pairs = [(keyword.arg, keyword.value) for keyword in node.keywords]
+    else:
+        pairs = []
+        for key, value in zip(node.keys, node.values, strict=True):
+            text = key.value if isinstance(key, ast.Constant) else key and f"the key {ast.unparse(key)[:40]}"
+            pairs.append((None if text is None else str(text), value))
+    for keyword, value in pairs:
+        table = names.table(value)
+        if keyword is not None:
+            entries.append((keyword, value, value.lineno))
+        elif table is not None:
+            entries += [(key, inner, value.lineno) for key, inner, _ in _entries(names, table)]
+        else:  # may have any of the keys before it
+            if isinstance(node, ast.Dict):
+                entries = [(key, None, line) for key, _, line in entries]
+            entries.append((f"**{ast.unparse(value)[:40]}", None, value.lineno))
+    return entries
 
 
-def _literal(node: ast.expr, names: dict[str, ast.expr], depth: int = 0) -> Any:
-    """The value of literals, names of literals, arithmetic and f-strings of these; NotLiteral for others."""
-    if depth > 20:
-        raise NotLiteral
-    if isinstance(node, ast.Name) and node.id in names:
-        return _literal(names[node.id], names, depth + 1)
-    if isinstance(node, ast.BinOp) and type(node.op) in ARITHMETIC:
-        left, right = (_literal(side, names, depth + 1) for side in (node.left, node.right))
-        if isinstance(left, int | float) and isinstance(right, int | float) and (right or type(node.op) is not ast.Div):
-            return ARITHMETIC[type(node.op)](left, right)
-    if isinstance(node, ast.JoinedStr):
-        return "".join(str(_literal(part, names, depth + 1)) for part in node.values)
-    if isinstance(node, ast.FormattedValue) and node.format_spec is None and node.conversion == -1:
-        return _literal(node.value, names, depth + 1)
-    try:
-        return ast.literal_eval(node)
-    except (ValueError, TypeError, MemoryError, RecursionError) as error:
-        raise NotLiteral from error
-
-
-def _later(tree: ast.AST, config: ast.Call) -> dict[str, int]:
-    """The config's attributes that are assigned to behind its call, with the line of each."""
-    assigned = [node for node in ast.walk(tree) if isinstance(node, ast.Assign | ast.AnnAssign | ast.AugAssign)]
-    pairs = [
-        (target, node) for node in assigned for target in getattr(node, "targets", [getattr(node, "target", None)])
-    ]
-    called = {target.id for target, node in pairs if node.value is config and isinstance(target, ast.Name)}
-    return {
-        target.attr: node.lineno
-        for target, node in pairs
-        if isinstance(target, ast.Attribute)
-        and (getattr(target.value, "id", "") in called or getattr(target.value, "attr", "") == "args")
-    }
-
-
-def _value(node: ast.expr | None, names: dict[str, ast.expr], otherwise: Any) -> Any:
-    try:
-        return otherwise if node is None else _literal(node, names)
-    except NotLiteral:
-        return otherwise
-
-
-def _read_call(call: ast.Call, names: dict[str, ast.expr], script: Script) -> None:
-    arguments = [("output_dir", node) for node in call.args[:1]]
-    arguments += [(keyword.arg or "**", keyword.value) for keyword in call.keywords]
-    for name, node in arguments:
+def _put_all(script: Script, names: Names, prefix: str, entries: list[Entry], sure: bool = True) -> None:
+    for name, node, line in entries:
+        table = names.table(node) if node is not None else None
+        if table is not None and (inner := _entries(names, table)):
+            _put_all(script, names, f"{prefix}{name}.", [(key, value, line) for key, value, _ in inner], sure)
+            continue
         try:
-            script.settings[name] = _literal(node, names)
-            script.places[name] = node.lineno
-        except NotLiteral:
-            script.unread[name] = node.lineno
-    for node in call.args[1:]:
-        script.unread["a positional argument"] = node.lineno
-    if isinstance(inner := script.settings.pop("**", None), dict):
-        script.settings |= inner
-        script.places |= dict.fromkeys(inner, script.places.pop("**"))
+            if node is None or not sure:
+                raise Unknown
+            script.put(f"{prefix}{name}", names.value(node), line)
+        except Unknown:
+            script.doubt(f"{prefix}{name}", line)
 
 
-def _read_trainer(call: ast.Call, names: dict[str, ast.expr], script: Script) -> None:
-    """The model and the rewards of GRPOTrainer, by keyword or as its first two arguments."""
-    given = dict(zip(("model", "reward_funcs"), call.args, strict=False)) | {k.arg: k.value for k in call.keywords}
-    model = _value(given.get("model"), names, None)
-    script.model = model if isinstance(model, str) else None
-    rewards = given.get("reward_funcs")
-    rewards = names.get(rewards.id, rewards) if isinstance(rewards, ast.Name) else rewards
-    for node in rewards.elts if isinstance(rewards, ast.List) else [rewards]:
-        if isinstance(node, ast.Name | ast.Attribute):
-            script.rewards.append(node.id if isinstance(node, ast.Name) else node.attr)
-        elif isinstance(node, ast.Constant):
-            script.rewards.append(str(node.value))
+def _doubt_later(script: Script, names: Names, config: ast.Call) -> None:
+    """Doubt the config's attributes that are assigned to, and list where else it may be changed."""
+    for node in names.uses(config):
+        parent = names.parents[node]
+        above = names.parents[parent]
+        if isinstance(parent, ast.Attribute):
+            if isinstance(above, ast.Call) and above.func is parent:
+                script.doubt(f"{ast.unparse(above)[:60]}, where the config may be changed", node.lineno)
+            elif not isinstance(parent.ctx, ast.Load) or isinstance(above, ast.Subscript | ast.Attribute):
+                script.doubt(parent.attr, parent.lineno)
+        elif isinstance(parent, ast.Call) and called(parent) == "setattr" and parent.args[0] is node:
+            name = parent.args[1] if len(parent.args) > 1 else None
+            text = str(name.value) if isinstance(name, ast.Constant) else ast.unparse(parent)[:60]
+            script.doubt(text, parent.lineno)
+        elif not names.is_read_by(node, "GRPOTrainer"):
+            script.doubt(f"{ast.unparse(parent)[:60]}, where the config may be changed", node.lineno)
 
 
-def _data_set(call: ast.Call, names: dict[str, ast.expr]) -> str | None:
-    """A file, or a split of the hub; None if it is neither."""
-    keywords = {keyword.arg: keyword.value for keyword in call.keywords}
-    words = [_value(node, names, None) for node in call.args]
-    split = _value(keywords.get("split"), names, "train")
-    if words[:1] in (["json"], ["parquet"]):
-        files = _value(keywords.get("data_files"), names, None)
-        return files if isinstance(files, str) else None
-    parts = [*words, *([_value(keywords["name"], names, None)] if "name" in keywords else []), split]
-    if not all(isinstance(part, str) for part in parts) or str(parts[0]).count("/") != 1 or "[" in str(split):
-        return None
-    return f"hf://{'/'.join(parts)}"
+def _read_trainer(script: Script, names: Names, trainer: ast.Call, found: dict[str, list[ast.Call]]) -> ast.Call | None:
+    """Read the keywords of GRPOTrainer; -> the load_dataset that makes its training data, if that is known."""
+    rest: list[Entry] = []
+    data = None
+    for name, node, line in _entries(names, trainer):
+        try:
+            if len(found["GRPOTrainer"]) > 1 or node is None:
+                raise Unknown
+            if name == "reward_funcs":
+                script.put("GRPOTrainer.reward_funcs", names.functions(node), line)
+            elif name == "train_dataset":
+                data = _read_data(script, names, node)
+            elif name not in MADE or not names.made_by(node, found[MADE[name]]):
+                rest.append((name, node, line))
+        except Unknown:
+            script.doubt(f"GRPOTrainer.{name}", line)
+    _put_all(script, names, "GRPOTrainer.", rest)
+    return data
+
+
+def _read_data(script: Script, names: Names, node: ast.expr) -> ast.Call:
+    """Read the call of load_dataset from which a data set is made; Unknown where more than one may be, or another."""
+    calls: dict[ast.Call, None] = {}
+    steps: list[ast.Subscript | ast.Call] = []
+    _sources(names, node, calls, steps, set())
+    if len(calls) != 1:
+        raise Unknown
+    call = next(iter(calls))
+    _put_all(script, names, "load_dataset.", _entries(names, call))
+    parts = [step for step in steps if isinstance(step, ast.Subscript)]
+    if parts and not {"load_dataset.split"} & {*script.settings, *script.unread}:
+        steps.remove(parts[-1])
+        _put_all(script, names, "load_dataset.", [("split", parts[-1].slice, parts[-1].lineno)])
+    for step in steps:
+        what = called(step) or f"[{ast.unparse(step.slice)}]"  # type: ignore[union-attr]
+        script.put(f"GRPOTrainer.train_dataset.{what}", True, step.lineno)
+    return call
+
+
+def _sources(
+    names: Names, node: ast.expr, calls: dict[ast.Call, None], steps: list[ast.Subscript | ast.Call], seen: set[str]
+) -> None:
+    """Follow names, methods and functions that return data, to calls of load_dataset; Unknown for anything else."""
+    if isinstance(node, ast.Name):
+        values = [] if node.id in seen else names.all(node.id)
+        seen.add(node.id)
+        for value in values:
+            _sources(names, value, calls, steps, seen)
+    elif isinstance(node, ast.Subscript):
+        steps.append(node)
+        _sources(names, node.value, calls, steps, seen)
+    elif not isinstance(node, ast.Call):
+        raise Unknown
+    elif called(node) == "load_dataset":
+        calls[node] = None
+    elif isinstance(node.func, ast.Attribute):
+        steps.append(node)
+        _sources(names, node.func.value, calls, steps, seen)
+    elif called(node) not in seen:
+        seen.add(called(node))
+        _sources(names, names.returned(node), calls, steps, seen)

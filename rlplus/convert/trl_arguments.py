@@ -3,6 +3,7 @@
 from math import ceil
 from typing import Any
 
+from rlplus.config.synonyms import WITHOUT
 from rlplus.convert.draft import Draft, Script, whole
 from rlplus.errors import check_name
 
@@ -18,6 +19,7 @@ DEFAULTS: dict[str, Any] = {
     "vllm_importance_sampling_mode": "sequence_mask", "vllm_importance_sampling_clip_max": 3.0, "seed": 42,
     "save_strategy": "steps", "save_steps": 500,
 }  # fmt: skip
+DEFAULTS_AROUND = {"LoraConfig.r": 8, "LoraConfig.lora_alpha": 8, "load_dataset.split": "train"}
 # TRL's losses: the preset, and the normaliser.
 LOSSES = {
     "grpo": ("grpo", "sequence"), "dapo": ("grpo", "token"), "bnpo": ("grpo", "token"), "dr_grpo": ("grpo", "constant"),
@@ -25,12 +27,30 @@ LOSSES = {
 }  # fmt: skip
 SCHEDULES = {"linear": "linear", "cosine": "cosine", "cosine_with_min_lr": "cosine", "constant": "constant"}
 SCHEDULES["constant_with_warmup"] = "constant"
-GRADERS = {"accuracy_reward": "math_verify"}  # trl.rewards
+GRADERS = {"trl.accuracy_reward": "math_verify"}
+OWN_FUNCTION = "TRL's functions take lists of completions; here one takes (text, answer) and returns a number"
+# Keywords around GRPOConfig that have no counterpart.
+AROUND = {
+    "environment_factory": "environments are rollout.environment here, see docs/environments.md",
+    "tools": "tools and several turns are a function, rollout.function",
+    "rollout_func": "tools and several turns are a function, rollout.function",
+    "eval_dataset": "evaluations are pass@k on problems: evaluation.data, evaluation.every, evaluation.samples",
+    "processing_class": "the tokenizer is the model's: model.path",
+    "reward_processing_classes": "models that give rewards are functions of your own here",
+    "callbacks": "the trainer calls nothing of the user's but rewards and rollouts",
+    "optimizers": "the optimizer is AdamW: train.lr, train.betas, train.weight_decay",
+    "quantization_config": "weights are bfloat16 or float32: model.dtype",
+    "dtype": "the weights have model.dtype, which is by bf16",
+    "torch_dtype": "the weights have model.dtype, which is by bf16",
+    "lora_dropout": "adapters have no dropout here",
+    "task_type": "adapters are of causal language models, always",
+    "train_dataset": "rows are trained on as they are in data.path: write the changed ones into a file",
+}
 
 
 def from_trl(script: Script, gpus: int) -> Draft:
     """ValueError for a loss that is none of ours, and sizes that TRL itself refuses."""
-    draft = Draft("TRL", script, DEFAULTS)
+    draft = Draft("TRL", script, DEFAULTS | DEFAULTS_AROUND)
     draft.take("output_dir", "output_dir")
     _model(draft)
     _data_and_reward(draft)
@@ -39,46 +59,60 @@ def from_trl(script: Script, gpus: int) -> Draft:
     per_step = _sizes(draft, gpus)
     _optimizer(draft)
     _checkpoints(draft, per_step)
-    draft.list_the_rest()
+    for name in draft.script.settings:
+        if name.startswith("GRPOTrainer.train_dataset."):
+            draft.lose(name, AROUND["train_dataset"])
+    reasons = dict(WITHOUT["TRL"])
+    for name in (*draft.script.settings, *draft.script.unread):
+        first, dot, _ = name.partition(".")
+        if first.startswith("load_dataset("):
+            reasons[name] = "not known to be the training's data"
+        elif dot and (reason := AROUND.get(name.rpartition(".")[2]) or reasons.get(first)):
+            reasons[name] = reason
+        elif dot and name in draft.script.settings:
+            reasons[name] = "no counterpart"
+    draft.list_the_rest(reasons, "no argument of TRL's GRPOConfig")
     return draft
 
 
 def _model(draft: Draft) -> None:
-    script, extra = draft.script, draft.table("model_init_kwargs")
-    if script.model:
-        draft.set("model.path", script.model, note="GRPOTrainer's model")
+    model = draft.get("GRPOTrainer.model")
+    if isinstance(model, str):
+        draft.set("model.path", model, "GRPOTrainer.model")
     else:
-        draft.fill_in("model.path", "FILL-IN", "the script does not say the model in a way that can be read")
+        note = "the script does not say the model in a way that can be read"
+        draft.fill_in("model.path", "FILL-IN", note, "GRPOTrainer.model")
     half = draft.get("bf16") is not False
     if draft.get("fp16"):
         draft.lose("fp16", "bfloat16 takes its place")
     draft.set("model.dtype", "bfloat16" if half else "float32", "bf16", note="the optimizer's weights are fp32")
     draft.take("model.gradient_checkpointing", "gradient_checkpointing")
-    if "attn_implementation" in extra:
-        draft.set("model.attention", extra["attn_implementation"], "model_init_kwargs")
-    for name in extra.keys() - {"attn_implementation", "dtype", "torch_dtype"}:
-        draft.lose(f"model_init_kwargs {name}", "no counterpart")
+    draft.table("model_init_kwargs")
+    draft.take("model.attention", "model_init_kwargs.attn_implementation")
     if draft.given("trust_remote_code"):
         draft.take("model.trust_remote_code", "trust_remote_code")
     if draft.get("use_liger_kernel"):
         draft.set("model.liger", True, "use_liger_kernel")
-    if script.lora is not None:
-        alpha = script.lora.get("lora_alpha") or 8
-        lora = {"rank": script.lora.get("r") or 8, "alpha": float(alpha) if isinstance(alpha, int) else alpha}
-        modules = script.lora.get("target_modules")
-        draft.set("model.lora", lora | ({"target_modules": modules} if modules else {}), note="LoraConfig")
+    if draft.given("LoraConfig"):
+        rank, alpha = "LoraConfig.r", "LoraConfig.lora_alpha"
+        draft.set("model.lora.rank", draft.count(rank), "LoraConfig", rank, *draft.unread("GRPOTrainer.peft_config"))
+        draft.set("model.lora.alpha", draft.number(alpha), alpha)
+        modules = draft.take("model.lora.target_modules", "LoraConfig.target_modules")
         if not modules:
-            draft.lose("LoraConfig's target_modules", "peft chooses by the model; here all linear layers but the head")
-        if script.lora.get("lora_dropout"):
-            draft.lose("LoraConfig's lora_dropout", "adapters have no dropout here")
+            draft.lose("LoraConfig.target_modules", "peft chooses by the model; here all linear layers but the head")
 
 
 def _data_and_reward(draft: Draft) -> None:
-    script, graders = draft.script, GRADERS
-    if script.data:
-        draft.set("data.path", script.data, note="load_dataset")
+    names = ("load_dataset.path", "load_dataset.name", "load_dataset.data_files", "load_dataset.split")
+    path, name, files, split = map(draft.get, names)
+    known = all(isinstance(part, str) for part in (path, split)) and not {*names} & draft.script.unread.keys()
+    if known and path in ("json", "parquet") and isinstance(files, str) and split == "train":
+        draft.set("data.path", files, names[0], *names[2:])
+    elif known and path.count("/") == 1 and "[" not in split and isinstance(name, str | None) and files is None:
+        draft.set("data.path", f"hf://{'/'.join(filter(None, [path, name, split]))}", *names[:2], names[3])
     else:
-        draft.fill_in("data.path", "FILL-IN.jsonl", "a file of prompts and answers, or hf://owner/name/split")
+        note = "a file of prompts and answers, or hf://owner/name/split"
+        draft.fill_in("data.path", "FILL-IN.jsonl", note, *names, "GRPOTrainer.train_dataset")
     guess = "a guess; want the column's name in the file, which the script does not say"
     draft.fill_in("data.prompt", "prompt", f"prompt, TRL's name, is {guess}")
     draft.fill_in("data.answer", "solution", f"solution, by TRL's accuracy_reward, is {guess}")
@@ -86,27 +120,33 @@ def _data_and_reward(draft: Draft) -> None:
     note = "" if given else "TRL has no limit; rows with longer prompts are dropped here"
     longest = draft.count("max_prompt_length") if given else 1024
     draft.set("data.max_prompt_length", longest, "max_prompt_length", note=note)
-    weights = draft.get("reward_weights")
-    if weights is not None and not (isinstance(weights, list) and all(isinstance(w, int | float) for w in weights)):
-        raise ValueError(f"want TRL's reward_weights a list of numbers; got {weights!r}")
-    for name in script.rewards:
-        if not name.isidentifier():
-            draft.lost.append(f"reward_funcs: {name}: models that give rewards are functions of your own here")
-    names = [graders.get(name, f"rewards.py:{name if name.isidentifier() else 'FILL_IN'}") for name in script.rewards]
-    own = [name for name in names if ":" in name]
-    if not names or own:
-        note = "TRL's functions take lists of completions; here one takes (text, answer) and returns a number"
-        draft.missing.append(f"reward.function: {', '.join(own) or 'the graders'}: {note}")
-    if not names:
-        draft.set("reward.function", "rewards.py:FILL_IN", note="FILL IN: a function of (text, answer), or reward.kind")
-    elif len(names) == 1 and not own:
-        draft.set("reward.kind", names[0], note=f"trl.rewards.{script.rewards[0]}")
-    elif weights is not None and len(weights) == len(names):
-        draft.set("reward.function", dict(zip(names, map(float, weights), strict=True)), "reward_weights")
-    else:
-        draft.set("reward.function", names if len(names) > 1 else names[0], note="FILL IN" if own else "reward_funcs")
+    _rewards(draft)
     draft.set("reward.cut_off", "grade", note="TRL grades cut completions, too")
     draft.set("reward.box", "optional", note="TRL asks for none")
+
+
+def _rewards(draft: Draft) -> None:
+    source, weights = "GRPOTrainer.reward_funcs", draft.get("reward_weights")
+    if weights is not None and not (isinstance(weights, list) and all(isinstance(w, int | float) for w in weights)):
+        raise ValueError(f"want TRL's reward_weights a list of numbers; got {weights!r}")
+    functions = [name.removeprefix("trl.") if name not in GRADERS else name for name in draft.get(source) or []]
+    for name in functions:
+        if not name.isidentifier() and name not in GRADERS:
+            draft.lost.append(f"reward_funcs: {name}: models that give rewards are functions of your own here")
+    names = [GRADERS.get(name, f"rewards.py:{name if name.isidentifier() else 'FILL_IN'}") for name in functions]
+    own = [name for name in names if ":" in name]
+    if not names:
+        draft.fill_in("reward.function", "rewards.py:FILL_IN", f"the graders: {OWN_FUNCTION}, or reward.kind", source)
+    elif own:
+        draft.missing.append(f"reward.function: {', '.join(own)}: {OWN_FUNCTION}")
+    note = "FILL IN" if own else ""
+    if len(names) == 1 and not own:
+        draft.set("reward.kind", names[0], source)
+    elif names and weights is not None and len(weights) == len(names):
+        weighted = dict(zip(names, map(float, weights), strict=True))
+        draft.set("reward.function", weighted, source, "reward_weights", note=note)
+    elif names:
+        draft.set("reward.function", names if len(names) > 1 else names[0], source, note=note)
 
 
 def _rollout(draft: Draft) -> None:
@@ -186,6 +226,8 @@ def _mismatch(draft: Draft) -> None:
     cap, low = (draft.get(f"vllm_importance_sampling_clip_{end}") for end in ("max", "min"))
     cap = draft.get("vllm_importance_sampling_cap") or cap
     if not (draft.get("use_vllm") and on):
+        if draft.get("use_vllm"):
+            draft.set("algorithm.objective.mismatch_cap", None, "vllm_importance_sampling_correction")
         return
     names = ("vllm_importance_sampling_mode", "vllm_importance_sampling_clip_max")
     draft.set("algorithm.objective.mismatch_cap", cap, names[1])
@@ -228,7 +270,7 @@ def _sizes(draft: Draft, gpus: int) -> float:
         draft.set("train.steps", ceil(steps * part / step), "max_steps", note="TRL counts updates")
     else:
         epochs = draft.number("num_train_epochs", above=0)
-        draft.set("train.epochs", max(1, ceil(epochs)), "num_train_epochs")
+        draft.set("train.epochs", max(1, ceil(epochs)), "num_train_epochs", *draft.unread("max_steps"))
         if whole(epochs) is None:
             draft.lose("num_train_epochs", f"{epochs} are rounded up: want train.steps in place of train.epochs")
     return step / part
@@ -239,14 +281,13 @@ def _optimizer(draft: Draft) -> None:
     schedule = str(draft.get("lr_scheduler_type"))
     check_name("TRL's lr_scheduler_type", schedule, SCHEDULES)
     draft.set("train.lr_schedule", SCHEDULES[schedule], "lr_scheduler_type")
-    extra = draft.table("lr_scheduler_kwargs")
-    ratio = extra.get("min_lr_rate")
-    if ratio is None and (least := extra.get("min_lr")):
-        if not isinstance(least, int | float):
-            raise ValueError(f"want lr_scheduler_kwargs' min_lr a number; got {least!r}")
-        ratio = least / draft.number("learning_rate", above=0)
-    if ratio:
-        draft.set("train.lr_min_ratio", ratio, "lr_scheduler_kwargs")
+    draft.table("lr_scheduler_kwargs")
+    share, least = "lr_scheduler_kwargs.min_lr_rate", "lr_scheduler_kwargs.min_lr"
+    if draft.has(share):
+        draft.take("train.lr_min_ratio", share)
+    elif draft.has(least):
+        ratio = draft.number(least) / draft.number("learning_rate", above=0)
+        draft.set("train.lr_min_ratio", ratio, least, "learning_rate")
     warmup, share = draft.number("warmup_steps"), draft.get("warmup_ratio")
     if share or 0 < warmup < 1:
         draft.set("train.warmup_ratio", share or warmup, "warmup_ratio" if share else "warmup_steps")
@@ -262,9 +303,8 @@ def _optimizer(draft: Draft) -> None:
         draft.set("train.compile", True, "torch_compile")
     if draft.get("full_determinism"):
         draft.set("train.deterministic", True, "full_determinism")
-    if isinstance(zero := draft.get("deepspeed"), dict) and isinstance(zero.get("zero_optimization"), dict):
-        draft.set("train.zero_stage", zero["zero_optimization"].get("stage", 1), "deepspeed")
-    elif zero is not None:
+    draft.take("train.zero_stage", "deepspeed.zero_optimization.stage")
+    if (zero := draft.get("deepspeed")) is not None:
         draft.lose("deepspeed", f"{zero} is another file: set train.zero_stage and train.offload_optimizer as it does")
 
 
@@ -280,4 +320,4 @@ def _checkpoints(draft: Draft, per_step: float) -> None:
     reports = draft.get("report_to") or []
     for tracker in ("wandb", "trackio"):
         if tracker in (reports if isinstance(reports, list) else [reports]):
-            draft.set(f"log.{tracker}", draft.get("project") or "huggingface", "report_to")
+            draft.set(f"log.{tracker}", draft.get("project") or "huggingface", "report_to", "project")

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from rlplus.config.synonyms import WITHOUT
 from rlplus.convert.draft import Draft, Script
 from rlplus.errors import check_name
 
@@ -27,9 +28,10 @@ DEFAULTS: dict[str, Any] = {
     "algorithm.lam": 1.0, "algorithm.use_kl_in_reward": False, "algorithm.kl_penalty": "kl",
     "algorithm.kl_ctrl.kl_coef": 0.001, "algorithm.rollout_correction.rollout_is_threshold": 2.0,
     "critic.optim.lr": 1e-5, "critic.optim.lr_warmup_steps": -1, "critic.cliprange_value": 0.5,
-    "custom_reward_function.name": "compute_score",
     "reward_model.overlong_buffer.penalty_factor": 1.0,
 }  # fmt: skip
+OPTIONS = ("--config-name", "--config-path", "--config-dir", "-cn", "-cp", "-cd")
+OPTION = "the settings of that file are not read, and verl's defaults are taken: write them into the command"
 ADVANTAGES = {
     "gae": "critic", "grpo": "group", "grpo_vectorized": "group", "rloo": "leave-one-out",
     "rloo_vectorized": "leave-one-out", "reinforce_plus_plus": "batch", "reinforce_plus_plus_baseline": "group-batch",
@@ -43,9 +45,12 @@ ESTIMATORS |= {f"{name}+": "k2" for name in ("kl", "k1", "low_var_kl", "k3", "ms
 def from_verl(script: Script) -> Draft:
     """ValueError for an estimator or a loss that is none of ours."""
     draft = Draft("verl", script, DEFAULTS)
-    project, run = draft.get("trainer.project_name"), draft.get("trainer.experiment_name")
-    folder = draft.get("trainer.default_local_dir") or f"checkpoints/{project}/{run}"
-    draft.set("output_dir", folder, "trainer.default_local_dir")
+    names = ("trainer.project_name", "trainer.experiment_name")
+    if draft.given("trainer.default_local_dir"):
+        draft.take("output_dir", "trainer.default_local_dir")
+    else:
+        folder = "/".join(["checkpoints", *(str(draft.get(name)) for name in names)])
+        draft.set("output_dir", folder, *draft.unread("trainer.default_local_dir"), *names)
     _model(draft)
     _data(draft)
     _reward(draft)
@@ -53,7 +58,7 @@ def from_verl(script: Script) -> Draft:
     _algorithm(draft)
     _train(draft)
     _evaluation(draft)
-    draft.list_the_rest()
+    draft.list_the_rest(WITHOUT["verl"] | dict.fromkeys(OPTIONS, OPTION), "no counterpart")
     return draft
 
 
@@ -61,7 +66,7 @@ def _model(draft: Draft) -> None:
     if draft.given(f"{M}path"):
         draft.take("model.path", f"{M}path")
     else:
-        draft.fill_in("model.path", "FILL-IN", "the command does not say actor_rollout_ref.model.path")
+        draft.fill_in("model.path", "FILL-IN", "what the command does not say in a way that can be read", f"{M}path")
     draft.take("model.gradient_checkpointing", f"{M}enable_gradient_checkpointing")
     if draft.get(f"{M}use_liger"):
         draft.set("model.liger", True, f"{M}use_liger")
@@ -81,7 +86,8 @@ def _data(draft: Draft) -> None:
     if draft.given("data.train_files"):
         draft.take("data.path", "data.train_files")
     else:
-        draft.fill_in("data.path", "FILL-IN.parquet", "the command does not say data.train_files")
+        note = "what the command does not say in a way that can be read"
+        draft.fill_in("data.path", "FILL-IN.parquet", note, "data.train_files")
     draft.take("data.prompt", "data.prompt_key")
     draft.set("data.answer", "reward_model.ground_truth", note="verl's column")
     draft.take("data.max_prompt_length", "data.max_prompt_length")
@@ -91,11 +97,13 @@ def _data(draft: Draft) -> None:
 
 
 def _reward(draft: Draft) -> None:
-    path = draft.get("custom_reward_function.path") or draft.get("reward.custom_reward_function.path")
-    name = draft.get("reward.custom_reward_function.name") or draft.get("custom_reward_function.name")
-    if path:
+    prefix = next((p for p in ("", "reward.") if draft.has(f"{p}custom_reward_function.path")), None)
+    if prefix is not None:
+        names = (f"{prefix}custom_reward_function.path", f"{prefix}custom_reward_function.name")
+        name = draft.get(names[1]) or "compute_score"
         form = "verl's takes (data_source, solution_str, ground_truth, extra_info), here (text, answer)"
-        draft.fill_in("reward.function", f"rewards.py:{name}", f"{name} of {path}: {form}")
+        note = f"{name} of {draft.get(names[0]) or 'an unknown file'}: {form}"
+        draft.fill_in("reward.function", f"rewards.py:{name}", note, *names)
     else:
         kinds = 'reward.kind math_verify, or exact_match with reward.pattern "#### (.+)" for GSM8K'
         draft.fill_in("reward.function", "rewards.py:FILL_IN", f"verl grades by a row's data_source; here {kinds}")
@@ -187,9 +195,11 @@ def _divergence(draft: Draft) -> None:
     coefficient, kind = draft.number("algorithm.kl_ctrl.kl_coef"), draft.get("algorithm.kl_penalty")
     if draft.get("algorithm.use_kl_in_reward"):
         names = ("algorithm.use_kl_in_reward", "algorithm.kl_ctrl.kl_coef")
-        draft.set("algorithm.reward_kl_coef", float(coefficient), *names)
+        draft.set("algorithm.reward_kl_coef", float(coefficient), *names, "algorithm.kl_penalty")
         if kind not in ("kl", "k1"):
             draft.lose("algorithm.kl_penalty", f"{kind}: here the penalty is log p - log p_ref")
+    else:
+        draft.set("algorithm.reward_kl_coef", 0.0, "algorithm.use_kl_in_reward")
 
 
 def _mismatch(draft: Draft) -> None:
@@ -198,13 +208,16 @@ def _mismatch(draft: Draft) -> None:
     if level in ("token", "sequence"):
         draft.set("algorithm.mismatch_level", level, f"{part}rollout_is")
         draft.set("algorithm.objective.mismatch_cap", float(cap), f"{part}rollout_is_threshold")
+    elif level is not None:
+        draft.lose(f"{part}rollout_is", f"{level}: here algorithm.mismatch_level is token or sequence")
 
 
 def _filters(draft: Draft) -> None:
     """DAPO's dynamic sampling and its penalty of long responses."""
     most = draft.get("algorithm.filter_groups.max_num_gen_batches")
     if draft.get("algorithm.filter_groups.enable"):
-        draft.set("algorithm.refill.max_draws", most or 1000, "algorithm.filter_groups.max_num_gen_batches")
+        names = ("algorithm.filter_groups.enable", "algorithm.filter_groups.max_num_gen_batches")
+        draft.set("algorithm.refill.max_draws", most or 1000, *names)
         if draft.given("data.gen_batch_size"):
             draft.lose("data.gen_batch_size", "a draw has as many prompts as a step")
     for part in ("reward_model.overlong_buffer.", "reward.reward_kwargs.overlong_buffer_cfg."):
@@ -212,7 +225,8 @@ def _filters(draft: Draft) -> None:
         if not on:
             continue
         share = draft.count(f"{part}len") / draft.count("data.max_response_length")
-        draft.set("algorithm.shaping.overlong", share, f"{part}len", "data.max_response_length")
+        buffer = [f"{part}{name}" for name in ("enable", "len", "penalty_factor")]
+        draft.set("algorithm.shaping.overlong", share, *buffer, "data.max_response_length")
         if factor not in (None, 1, 1.0):
             draft.lose(f"{part}penalty_factor", f"{factor}: here the penalty falls to -1")
 
@@ -223,25 +237,30 @@ def _train(draft: Draft) -> None:
         draft.take("train.steps", "trainer.total_training_steps")
         draft.get("trainer.total_epochs")
     else:
-        draft.take("train.epochs", "trainer.total_epochs")
-    draft.take("train.prompts_per_step", "data.train_batch_size")
+        names = ("trainer.total_epochs", *draft.unread("trainer.total_training_steps"))
+        draft.set("train.epochs", draft.get("trainer.total_epochs"), *names)
+    draft.set("train.prompts_per_step", draft.count("data.train_batch_size"), "data.train_batch_size")
     if draft.count(f"{A}ppo_mini_batch_size") < draft.count("data.train_batch_size"):
         draft.take("train.prompts_per_update", f"{A}ppo_mini_batch_size")
-    parallel = draft.count(f"{A}ulysses_sequence_parallel_size")
-    if parallel > 1:
-        draft.take("train.sequence_parallel", f"{A}ulysses_sequence_parallel_size")
+    ulysses, parallel = f"{A}ulysses_sequence_parallel_size", 1
+    if draft.get("algorithm.adv_estimator") == "gae" or draft.get("algorithm.use_kl_in_reward"):
+        if draft.count(ulysses) > 1:
+            draft.lose(ulysses, "train.sequence_parallel goes with neither a critic nor algorithm.reward_kl_coef")
+    elif (parallel := draft.count(ulysses)) > 1:
+        draft.take("train.sequence_parallel", ulysses)
     longest = draft.count("data.max_prompt_length") + draft.count("data.max_response_length")
     tokens, rows = (draft.count(f"{A}{name}") for name in ("ppo_max_token_len_per_gpu", "ppo_micro_batch_size_per_gpu"))
     if draft.get(f"{A}use_dynamic_bsz"):
-        draft.set("train.tokens_per_micro_batch", tokens, f"{A}ppo_max_token_len_per_gpu")
+        draft.set("train.tokens_per_micro_batch", tokens, f"{A}use_dynamic_bsz", f"{A}ppo_max_token_len_per_gpu")
     else:
         names = (f"{A}ppo_micro_batch_size_per_gpu", "data.max_prompt_length", "data.max_response_length")
         draft.set("train.tokens_per_micro_batch", -(-rows * longest // parallel), *names)
     optim = f"{A}optim."
     draft.take("train.lr", f"{optim}lr")
-    schedule = draft.get(f"{optim}warmup_style") or draft.get(f"{optim}lr_scheduler_type")
-    check_name("verl's lr_scheduler_type", schedule, ("constant", "cosine"))
-    draft.set("train.lr_schedule", schedule, f"{optim}lr_scheduler_type")
+    name = f"{optim}warmup_style" if draft.has(f"{optim}warmup_style") else f"{optim}lr_scheduler_type"
+    schedule = draft.get(name) or "constant"
+    check_name(f"verl's {name}", schedule, ("constant", "cosine"))
+    draft.set("train.lr_schedule", schedule, name)
     if schedule == "cosine":
         draft.set("train.lr_min_ratio", draft.number(f"{optim}min_lr_ratio"), f"{optim}min_lr_ratio")
     warmup, share = draft.count(f"{optim}lr_warmup_steps", -1), draft.get(f"{optim}lr_warmup_steps_ratio")
@@ -257,7 +276,8 @@ def _train(draft: Draft) -> None:
     if draft.get(name := f"{A}fsdp_config.full_determinism"):
         draft.set("train.deterministic", True, name)
     gpus = draft.count("trainer.n_gpus_per_node") * draft.count("trainer.nnodes")
-    draft.comments["train"] = f"for torchrun on {gpus} GPUs in all"
+    note = f"for torchrun on {gpus} GPUs in all"
+    draft.comment("train", note, "trainer.n_gpus_per_node", "trainer.nnodes", note=note)
 
 
 def _evaluation(draft: Draft) -> None:

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -56,8 +57,8 @@ CASES: dict[str, tuple[dict[str, Any], set[str], set[str]]] = {
     "trl_dr_grpo.py": (
         {
             "algorithm.reduction": "constant", "algorithm.normalize_std": False, "model.dtype": "float32",
-            "rollout.max_response_length": 512, "reward.function": "rewards.py:FILL_IN",
-        }, {"**", "reward_funcs"}, {"data.path", "reward.function"},
+            "rollout.max_response_length": 3000, "reward.function": "rewards.py:FILL_IN", "rollout.temperature": 0.9,
+        }, {"reward_funcs"}, {"data.path", "reward.function"},
     ),
     "trl_gspo.py": (
         {
@@ -91,7 +92,7 @@ CASES: dict[str, tuple[dict[str, Any], set[str], set[str]]] = {
             "train.lr_schedule": "cosine", "train.lr_min_ratio": 0.1, "train.warmup_ratio": 0.05,
             "train.weight_decay": 0.1, "train.betas": [0.9, 0.99], "train.grad_clip": 0.2, "train.seed": 7,
             "log.wandb": "huggingface", "train.deterministic": True,
-        }, {"LoraConfig's lora_dropout", "deepspeed"}, {"data.path"},
+        }, {"LoraConfig.lora_dropout", "deepspeed", "model_init_kwargs.dtype"}, {"data.path"},
     ),
     "trl_rewards.py": (
         {
@@ -119,7 +120,7 @@ CASES: dict[str, tuple[dict[str, Any], set[str], set[str]]] = {
         },
         {
             "data.truncation", f"{M}use_remove_padding", f"{A}fsdp_config.param_offload",
-            "trainer.test_freq",
+            "trainer.test_freq", "$@",
         }, {"reward.function"},
     ),
     "verl_ppo.sh": (
@@ -166,7 +167,7 @@ CASES: dict[str, tuple[dict[str, Any], set[str], set[str]]] = {
         {
             "algorithm.preset": "gspo", "algorithm.reduction": "sequence", f"{OBJECTIVE}clip_low": 3e-4,
             f"{OBJECTIVE}clip_high": 4e-4, f"{OBJECTIVE}dual_clip": None, "train.grad_clip": 0.5,
-        }, {f"{R}top_p"}, {"reward.function"},
+        }, {f"{R}top_p", f"{A}loss_agg_mode"}, {"reward.function"},
     ),
     "verl_arrays.sh": (
         {
@@ -174,7 +175,30 @@ CASES: dict[str, tuple[dict[str, Any], set[str], set[str]]] = {
             "algorithm.reduction": "constant", "algorithm.normalize_std": False, "rollout.temperature": 0.8,
             f"{OBJECTIVE}clip_high": None, "rollout.group_size": 1, "evaluation.every": 10, "evaluation.samples": 4,
             "evaluation.temperature": 0.6,
-        }, {f"{A}clip_ratio_high", f"{A}clip_ratio_c"}, {"reward.function", "rollout.group_size"},
+        },
+        {f"{A}clip_ratio_high", f"{A}clip_ratio_c", f"{A}ppo_mini_batch_size", '"$@"'},
+        {"reward.function", "rollout.group_size"},
+    ),
+    "verl_branches.sh": (
+        {
+            "rollout.max_response_length": 2048, "rollout.group_size": 8, f"{OBJECTIVE}kl_coef": 0.0,
+            "rollout.temperature": 1.0, "rollout.gpu_memory_utilization": 0.5, "train.sequence_parallel": 2,
+        },
+        {"--config-name", f"{A}kl_loss_coef", "trainer.logger", "trainer.val_before_train"},
+        {"reward.function", "rollout.temperature", "rollout.gpu_memory_utilization"},
+    ),
+    "trl_around.py": (
+        {
+            "output_dir": "around", "train.lr": 1e-5, "rollout.max_response_length": 256, f"{OBJECTIVE}kl_coef": 0.02,
+            "model.attention": "sdpa", "data.path": "hf://openai/gsm8k/main/train", "train.prompts_per_step": 8,
+            "model.lora": {"rank": 16, "alpha": 8.0}, "reward.function": "rewards.py:accuracy_reward",
+            "train.steps": None,
+        },
+        {
+            "LoraConfig.target_modules", "LoraConfig.use_rslora", "GRPOTrainer.train_dataset.map",
+            "GRPOTrainer.eval_dataset", "GRPOTrainer.environment_factory", "model_init_kwargs.dtype",
+            "load_dataset('HuggingFaceH4/aime_2024', split='train')",
+        }, {"reward.function", "train.epochs"},
     ),
 }  # fmt: skip
 
@@ -193,7 +217,7 @@ def test_a_script_becomes(script: str, tmp_path: Path) -> None:
     converted = convert(SCRIPTS / script, gpus=4 if script == "trl_accumulation.py" else 1)
     values = yaml.safe_load(converted.text)
     assert {key: at(values, key) for key in expected} == expected
-    assert {line.partition(" (" if " (" in line.partition(":")[0] else ":")[0] for line in converted.lost} == lost
+    assert {re.sub(r" \((line \d+|default)\)$", "", line.partition(": ")[0]) for line in converted.lost} == lost
     assert {line.partition(":")[0] for line in converted.missing} == missing | guessed
     (path := tmp_path / "run.yaml").write_text(converted.text)
     assert load_config(path) == converted.config
@@ -206,7 +230,7 @@ def test_a_script_becomes(script: str, tmp_path: Path) -> None:
 
 def test_every_script_has_a_case() -> None:
     assert {path.name for path in SCRIPTS.iterdir() if path.is_file()} == CASES.keys()
-    assert len(CASES) == 20
+    assert len(CASES) == 22
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -303,13 +327,13 @@ def test_an_attribute_that_is_assigned_later_is_listed(tmp_path: Path) -> None:
     )
     converted = converted_text(text, tmp_path)
     missing = dict(line.split(": ", 1) for line in converted.missing)
-    assert missing["train.lr"] == "learning_rate could not be read, line 2; 1e-05 is by line 1"
-    assert missing["train.seed"] == "seed could not be read, line 5; 42 is by TRL's default"
-    assert "logging_steps: could not be read, line 3" in converted.lost
+    assert missing["train.lr"] == "learning_rate (line 2 could not be read); 1e-06 is by TRL's default"
+    assert missing["train.seed"] == "seed (line 5 could not be read); 42 is by TRL's default"
+    assert any(line.startswith("logging_steps (line 3): ") for line in converted.lost)
     assert "algorithm.objective.kl_coef" not in missing
-    assert "lr: 1.0e-05  # learning_rate (line 1: line 2 could not be read)" in converted.text
+    assert "lr: 1.0e-06  # FILL IN; learning_rate (line 2 could not be read)" in converted.text
     trainer = converted_text("t = GRPOTrainer(args=GRPOConfig())\nt.args.learning_rate = 1\n", tmp_path)
-    assert any(line.startswith("train.lr: learning_rate could not be read, line 2") for line in trainer.missing)
+    assert any(line.startswith("train.lr: learning_rate (line 2 could not be read)") for line in trainer.missing)
 
 
 def test_guessed_columns_are_to_be_filled_in(tmp_path: Path) -> None:
