@@ -113,7 +113,7 @@ class ModelConfig(Section):
         return self
 
 
-MathKind = Literal["math_verify", "math_verify_strict", "oat"]
+MathKind = Literal["math_verify", "math_verify_box", "math_verify_strict", "oat"]
 RewardKind = Literal["exact_match", "choice", "code", MathKind]
 _KINDS = get_args(RewardKind)
 
@@ -122,9 +122,9 @@ class RewardConfig(Section):
     """Grader of responses: exactly one of `kind` and `function`."""
 
     kind: RewardKind | None = None
-    """A grader that comes with rlplus. exact_match: equal texts. math_verify: equal values. math_verify_strict: of
-    these only a plain value in the last box, so that 3+4 is not 7. oat: the rules of oat's grader. choice: the letter
-    of multiple choice. code: a program that passes tests, in a sandbox."""
+    """A grader that comes with rlplus. exact_match: equal texts. math_verify: equal values. math_verify_box: the
+    last box has an equal value. math_verify_strict: and a plain one, so that 3+4 is not 7. oat: the rules of oat's
+    grader. choice: the letter of multiple choice. code: a program that passes tests, in a sandbox."""
     function: Reference | list[str] | dict[str, float] | None = None
     """A function of your own, as "module:name" or "file.py:name", called with the response's text and the answer, and
     by keyword with each of data.columns that it has a parameter for. Also a list, or a mapping to weights, of functions
@@ -138,7 +138,8 @@ class RewardConfig(Section):
     ("grade"). auto: zero by kinds, grade by functions of your own."""
     box: Literal["auto", "required", "optional"] = "auto"
     r"""Whether a response without a closed box gets the reward 0. auto: by math_verify, where the prompt has the word
-    `\boxed`, since this grader takes other expressions for the answer. math_verify_strict and oat always want a box."""
+    `\boxed`, since this grader takes other expressions for the answer. math_verify_box, math_verify_strict and oat read
+    boxes alone, so that they give 0 without one in any case."""
     workers: Annotated[int, Field(ge=1, le=1024)] = 2
     """Worker processes per rank."""
     timeout_s: Seconds = 10.0

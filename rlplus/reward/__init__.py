@@ -11,6 +11,7 @@ A grader of your own is a function in a module of the folder that the run starts
 from rlplus.reward.demonstrations import DemonstrationReport, RewardOrStatus, grade_demonstrations, keep_passed
 from rlplus.reward.graders.rules import BOX, rules_of
 from rlplus.reward.scorer import GraderFailed, Scorer
+from rlplus.reward.unreadable import unreadable_answers
 from rlplus.reward.worker_handle import Score, Status
 
 __all__ = [
@@ -24,4 +25,5 @@ __all__ = [
     "grade_demonstrations",
     "keep_passed",
     "rules_of",
+    "unreadable_answers",
 ]

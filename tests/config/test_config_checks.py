@@ -73,8 +73,8 @@ def test_unknown_key_names_the_nearest(minimal: Path, override: str, line: str) 
         ),
         (
             "reward.kind=mathverify",
-            "reward.kind: want 'exact_match', 'choice', 'code', 'math_verify', 'math_verify_strict' or 'oat'; "
-            "got 'mathverify' (str); nearest: math_verify",
+            "reward.kind: want 'exact_match', 'choice', 'code', 'math_verify', 'math_verify_box', "
+            "'math_verify_strict' or 'oat'; got 'mathverify' (str); nearest: math_verify",
         ),
         ("train=5", "train: want a section of keys and values; got 5 (int)"),
         ("data.path=", "data.path: want a path or a list of paths; got ''"),

@@ -15,7 +15,7 @@ from rlplus.reward.graders.base import boxes, last_box
 from rlplus.reward.graders.math import _only_box, math_verify
 from rlplus.reward.graders.oat import oat
 
-GRADE, STRICT = math_verify(strict=False), math_verify(strict=True)
+GRADE, BOX, STRICT = math_verify(), math_verify(box=True), math_verify(plain=True)
 
 
 def plain_parse(text: str) -> list[Any]:

@@ -34,6 +34,7 @@ RIGHT = {
     "choice": ("ANSWER: C", "C", "17"),
     "code": (PROGRAM, TESTS, "{"),
     "math_verify": (CUT, "5", " "),
+    "math_verify_box": (r"\boxed{5}", "5", " "),
     "math_verify_strict": (r"\boxed{5}", "5", " "),
     "oat": (r"\boxed{5}", "5", " "),
     "rules_graders:grade": ("anything", "5", None),

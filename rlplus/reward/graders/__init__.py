@@ -67,7 +67,7 @@ def _named_grader(name: str, settings: Mapping[str, Any], load: Callable[[str], 
         return oat
     from .math import math_verify
 
-    return math_verify(strict=name == "math_verify_strict")
+    return math_verify(box=name == "math_verify_box", plain=name == "math_verify_strict")
 
 
 def _function(reference: str, function: Any, columns: Sequence[str]) -> Grader:

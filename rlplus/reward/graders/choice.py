@@ -1,8 +1,9 @@
 r"""Multiple choice: the letter that a response settles on, A to J, or the digit where the answer is one.
 
-Boxes count, `\boxed{C}`, and letters after the word "answer": "ANSWER: C", "the answer is **(c)**"; the last of them is
-the response's. Without any, the last line is read: "C", "(C)", "C) text", or the only letter in it in brackets, in bold
-or after "option". A lower-case letter counts if it cannot be a word, an upper-case A or I if it is not one.
+Boxes count, `\boxed{C}`, and letters after the word "answer" or "correct choice": "ANSWER: C", "the answer is **(c)**",
+`<answer>C</answer>`; the last of them is the response's. Without any, the last line is read: "C", "(C)", "C) text", or
+the only letter in it in brackets, in bold or after "option". A lower-case letter counts if it cannot be a word, an
+upper-case A or I if it is not one.
 """
 
 import re
@@ -11,12 +12,13 @@ from typing import Any, NamedTuple
 
 from .base import Grade, boxes
 
-_OPENING = r"(?:[\s*_$\"'`(\[{]|\\\(|\\\[|\\(?:text|textbf|textit|mathrm|mathbf)\s*\{)*"
+_OPENING = r"(?:[\s*_$\"'`(\[{]|\\\(|\\\[|\\(?:text|textbf|textit|mathrm|mathbf)\s*\{|\\(?:bf|rm|it)\b\s*)*"
 _CLOSED = r"(?=\s*(?:[)\]}*_$\"'`.:,;!<]|\\\)|\\\]|$|\n))"  # follows a letter that could be a word
 _CALLED = (
-    r"(?i:\banswer\b(?:[\s*_]+(?:choice|option|letter)\b)?(?:\s+(?:to|for|of)\b[^\n.:]{0,60}?)?"
+    r"(?i:(?:\banswer\b|\b(?:correct|right|best|final)\s+(?:choice|option)\b)(?:[\s*_]+(?:choice|option|letter)\b)?"
+    r"(?:\s+(?:to|for|of)\b[^\n.:]{0,60}?)?"
     r"[\s*_]*(?:\b(?:is|would be|should be|must be)\b)?(?:[\s,]+(?:therefore|thus|hence|clearly|likely|probably)\b,?)?)"
-    rf"[\s*_]*[:=]?{_OPENING}(?i:(?:option|choice)\b)?{_OPENING}"
+    rf"(?:(?i:(?<=<answer)>)|[\s*_]*[:=]?){_OPENING}(?i:(?:option|choice)\b)?{_OPENING}"
 )
 
 
@@ -36,7 +38,7 @@ def _signs(every: str, marked: str, behind_the_word: str) -> _Signs:
     )
 
 
-_CLEAR = r"(?![\w'’-])(?!\s*[=+*/^<>])"  # not the start of a word or a formula
+_CLEAR = r"(?![\w'’-])(?!\s*(?:[=+*/^>]|<(?!/)))"  # not the start of a word or a formula
 _LETTERS = _signs(
     "[A-Ja-j]",
     "[A-J]",

@@ -1,9 +1,12 @@
-r"""Math-Verify: equality of mathematical values by sympy, and a strict reading of it.
+r"""Math-Verify: equality of mathematical values by sympy, of any expression, of the last box, or of a plain value.
 
 If a text has one box and nothing that Math-Verify would read before it, the verdict depends only on the box and the
 answer, and is cached for the next response with that box. Two whole numbers are compared as numbers, and texts that
 Math-Verify normalises to the same text are equal: neither needs its parser.
 tests/reward/test_math_grading.py compares both.
+
+Three things are not Math-Verify's: characters that stand for LaTeX are read, words are compared as words, and small
+numbers by their digits.
 """
 
 import logging
@@ -13,14 +16,14 @@ from functools import cache, lru_cache, partial
 from typing import Any
 
 from .base import NO_BOX, Grade, Grader, boxes, last_box
+from .unicode_latex import as_latex
+from .words import is_prose, letters_of, stands_for_none, word_of
 
 _KEPT = 4096  # answers and verdicts
 _WHOLE = re.compile(r"(-?\d{1,9})(?:\.0+)?")
 _READ_FIRST = re.compile("final answer", re.IGNORECASE)  # Math-Verify reads what follows it first, or too
 _PERCENT = re.compile("%|percent|pct", re.IGNORECASE)  # part of the number, if it follows the box
-# Nothing but letters and punctuation, as in "see the book": Math-Verify reads a product of one-letter variables.
-_PROSE = re.compile(r"[^\W\d_]+(?:[\s,;:.?!'\"()-]+[^\W\d_]+)+[\s.?!)]*")
-_WORD = re.compile(r"[^\W\d_]{2,}")
+_SMALL, _DIGITS = 1e-4, 5e-4  # numbers below this are compared by their share of the larger one
 _FORMULA_MARKS = ("$", "[", "]", "\n", "\\(", "\\)")  # a formula could end there, inside the box
 
 
@@ -51,13 +54,20 @@ def load_math_verify() -> Any:
     return math_verify
 
 
-def math_verify(*, strict: bool) -> Grader:
-    r"""strict: only the last box counts, and only a plain value in it: `\boxed{3+4}` is not 7."""
+def math_verify(*, box: bool = False, plain: bool = False) -> Grader:
+    r"""box: only the last box counts. plain: of the boxes only a plain value: `\boxed{3+4}` is not 7."""
     values = _Values()
-    grade = values.grade_strictly if strict else values.grade
+    only_box = box or plain
+    grade = partial(values.grade_box, plain=plain) if only_box else values.grade
 
     def verdict(text: str, answer: str, row: Mapping[str, Any]) -> Grade:
-        value, status, detail = grade(text, answer, row)
+        text, answer = as_latex(text), as_latex(answer).strip()
+        alone = last_box(answer) or answer
+        if stands_for_none(alone):
+            return 0.0, "bad_gold", f"the reference {answer!r} stands for a missing answer"
+        if (word := word_of(alone)) is not None:
+            return values.grade_word(text, word, only_box=only_box)
+        value, status, detail = grade(text, answer)
         if not value and status != "bad_gold" and is_prose(answer):  # equal texts are right all the same
             return (
                 0.0,
@@ -69,11 +79,6 @@ def math_verify(*, strict: bool) -> Grader:
     return verdict
 
 
-def is_prose(answer: str) -> bool:
-    """Whether it is two words or more, with no sign of mathematics."""
-    return len(_WORD.findall(answer)) > 1 and _PROSE.fullmatch(answer.strip()) is not None
-
-
 class _Values:
     """Math-Verify, which the constructor imports, with caches of parsed texts and verdicts."""
 
@@ -83,16 +88,16 @@ class _Values:
 
         self._normalize, self._normalization = normalize_latex, math_verify.LatexExtractionConfig().normalization_config
         self._parse = partial(math_verify.parse, parsing_timeout=None)
-        self._verify = partial(math_verify.verify, timeout_seconds=None)
+        self._library = math_verify
         self._only_boxes = [math_verify.LatexExtractionConfig(try_extract_without_anchor=False)]
         kept = lru_cache(maxsize=_KEPT)
         self._normal = kept(self._normal_of)
         self._read_box, self._read_gold = kept(self._box_read), kept(self._gold_read)
-        self._box_verdict, self._strict_verdict = kept(self._judge_box), kept(self._judge_strictly)
+        self._box_verdict, self._last_box_verdict = kept(self._judge_box), kept(self._judge_last_box)
 
-    def grade(self, text: str, answer: str, row: Mapping[str, Any]) -> Grade:
+    def grade(self, text: str, answer: str) -> Grade:
         """Math-Verify's verdict."""
-        answer, content = answer.strip(), _only_box(text)
+        content = _only_box(text)
         verdict = self._box_verdict(content, answer) if content and answer else None
         if verdict:
             return 1.0, "ok", ""
@@ -105,12 +110,24 @@ class _Values:
             return 0.0, "unparsed", "math-verify finds no answer in the text"
         return float(self._verify(self._read_gold(answer), found)), "ok", ""
 
-    def grade_strictly(self, text: str, answer: str, row: Mapping[str, Any]) -> Grade:
-        """Math-Verify's verdict on the last box alone; wrong unless that is a plain value."""
-        answer, content = answer.strip(), last_box(text)
+    def grade_box(self, text: str, answer: str, *, plain: bool) -> Grade:
+        """Math-Verify's verdict on the last box alone; plain: wrong unless that is a plain value."""
+        content = last_box(text)
         if not self._has_value(answer):
             return 0.0, "bad_gold", f"math-verify finds no answer in the reference {answer!r}"
-        return self._strict_verdict(content, answer) if content else NO_BOX
+        return self._last_box_verdict(content, answer, plain) if content else NO_BOX
+
+    def grade_word(self, text: str, word: str, *, only_box: bool) -> Grade:
+        """Right if the last box, or without one what Math-Verify finds, is that word."""
+        content = last_box(text)
+        if not content and only_box:
+            return NO_BOX
+        if not content:
+            found = self._parse(text)
+            content = str(found[-1]) if found else None
+        if not content:
+            return 0.0, "unparsed", "math-verify finds no answer in the text"
+        return float(letters_of(content) == word), "ok", ""
 
     def _normal_of(self, content: str) -> str:
         """The normalised text that Math-Verify parses: equal texts have equal values."""
@@ -137,7 +154,11 @@ class _Values:
             return None
         return bool(self._verify(self._read_gold(answer), found))
 
-    def _judge_strictly(self, content: str, answer: str) -> Grade:
+    def _verify(self, gold: list[Any], found: list[Any]) -> bool:
+        """Whether Math-Verify takes the values for equal, and small numbers in them have the same first digits."""
+        return bool(self._library.verify(gold, found, timeout_seconds=None)) and same_digits(gold[0], found[0])
+
+    def _judge_last_box(self, content: str, answer: str, plain: bool) -> Grade:
         gold, found = self._read_gold(answer), self._parse(f"\\boxed{{{content}}}", self._only_boxes)
         if not found:
             return 0.0, "unparsed", "math-verify cannot read the box"
@@ -145,8 +166,24 @@ class _Values:
             return 0.0, "ok", ""
         from .plain_values import is_plain
 
-        plain = found[0] == gold[0] or isinstance(found[0], str) or is_plain(found[0])
-        return float(plain), "ok", "" if plain else "right, but not a plain value"
+        right = not plain or found[0] == gold[0] or isinstance(found[0], str) or is_plain(found[0])
+        return float(right), "ok", "" if right else "right, but not a plain value"
+
+
+def same_digits(gold: Any, found: Any) -> bool:
+    """Whether numbers below `_SMALL` in both values agree in their first digits: Math-Verify compares six decimals."""
+    ours, theirs = sorted(_numbers(gold)), sorted(_numbers(found))
+    if len(ours) != len(theirs):  # written in another way
+        return True
+    pairs = zip(ours, theirs, strict=True)
+    return all(max(abs(a), abs(b)) >= _SMALL or abs(a - b) <= _DIGITS * max(abs(a), abs(b)) for a, b in pairs)
+
+
+def _numbers(value: Any) -> list[float]:
+    """The value if it is a number, else the numbers in it: in a set, a tuple or an equation."""
+    if getattr(value, "is_number", False):
+        return [float(value)] if value.is_real and value.is_finite else []
+    return [number for part in getattr(value, "args", ()) for number in _numbers(part)]
 
 
 def _only_box(text: str) -> str | None:

@@ -1,9 +1,10 @@
 r"""The grader of oat and LUFFY: the last box, compared as text in two normal forms, by sympy, and by Math-Verify.
 
 The rules were read from `boxed_reward_fn(..., fast=False)` in oat/utils/math_grader.py (github.com/sail-sg/oat), which
-joins the graders of MATH (Hendrycks et al. 2021), PRM800K (Lightman et al. 2023) and Math-Verify. Two differences:
+joins the graders of MATH (Hendrycks et al. 2021), PRM800K (Lightman et al. 2023) and Math-Verify. The differences:
 LaTeX becomes text without pylatexenc, and only units of measure are removed; oat also removes single letters, which may
-be variables.
+be variables. Characters that stand for LaTeX are read, words are no products of letters, small numbers are compared by
+their digits, and `5 \text{ or } 6` is not 5.
 """
 
 import re
@@ -12,7 +13,9 @@ from functools import lru_cache
 from typing import Any
 
 from .base import NO_BOX, Grade, last_box
-from .math import load_math_verify
+from .math import load_math_verify, same_digits
+from .unicode_latex import as_latex
+from .words import letters_of, stands_for_none, word_of
 
 _UNITS = (
     "degree|deg|mile|mph|kmph|kmh|ft|foot|feet|inch|inche|yard|cm|mm|dm|km|kg|gm|lb|ounce|meter|metre|centimeter|liter|litre|"
@@ -27,6 +30,7 @@ _SYMBOLS = {
     "\\pi": "pi", "\\infty": "inf", "\\cup": "U", "\\cdot": "*", "\\times": "*", "\\leq": "≤", "\\le": "≤",
     "\\geq": "≥", "\\ge": "≥", "\\neq": "≠", "\\ne": "≠", "\\pm": "±", "\\in": "∈", "\\left": "", "\\right": "",
 }  # fmt: skip
+_CONJUNCTION = re.compile(r"\\text\{\s*(?:or|and)\s*\}")  # what follows is not the text of a unit
 _HARD = re.compile(r"\^[{(]|\^[0-9]+\^|\^[0-9][0-9]+")  # powers on which sympy may hang
 _MOST_LETTERS = 2  # also: no Python names reach sympy, whose parser evaluates what it reads
 
@@ -34,6 +38,8 @@ _MOST_LETTERS = 2  # also: no Python names reach sympy, whose parser evaluates w
 def oat(text: str, answer: str, row: Mapping[str, Any]) -> Grade:
     """Right if one of the three graders finds the last box equal to the answer."""
     gold = last_box(answer) if "\\boxed" in answer else answer.strip()
+    if gold and stands_for_none(gold):
+        return 0.0, "bad_gold", f"the reference {answer!r} stands for a missing answer"
     if not gold:
         return 0.0, "bad_gold", f"there is no answer in the reference {answer!r}"
     given = last_box(text) if "\\boxed" in text else None
@@ -45,6 +51,9 @@ def oat(text: str, answer: str, row: Mapping[str, Any]) -> Grade:
 @lru_cache(maxsize=4096)
 def equal(given: str, gold: str) -> bool:
     """The verdict on the contents of two boxes."""
+    given, gold = (_CONJUNCTION.sub(" , ", as_latex(text)) for text in (given, gold))
+    if (word := word_of(gold)) is not None:
+        return letters_of(given) == word
     return _math_form(given) == _math_form(gold) or _prm_equal(given, gold) or _math_verify_equal(given, gold)
 
 
@@ -140,7 +149,9 @@ def _math_verify_equal(given: str, gold: str) -> bool:
         text = text if "$" in text else f"${text}$"
         return list(library.parse(text, targets, "no_fallback", "first_match", parsing_timeout=None))
 
-    return bool(library.verify(read(gold), read(given), timeout_seconds=None))
+    theirs, ours = read(gold), read(given)
+    equal = bool(library.verify(theirs, ours, timeout_seconds=None))
+    return equal and same_digits(theirs[0], ours[0])
 
 
 def _plain_text(latex: str) -> str:
@@ -180,4 +191,6 @@ def _number(text: str) -> float | None:
 
 
 def _is_whole(number: float) -> bool:
-    return abs(number) < float("inf") and abs(number - round(number)) <= 1e-7
+    if abs(number) == float("inf"):
+        return False
+    return abs(number - round(number)) <= 1e-7 and (round(number) != 0 or number == 0)

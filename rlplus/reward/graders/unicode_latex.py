@@ -1,0 +1,44 @@
+r"""LaTeX in the place of the Unicode characters that models write for it: 90°, −5, ½, √5, x², full-width digits."""
+
+import re
+import unicodedata
+
+_SIGNS = {
+    "−": "-", "‐": "-", "‑": "-", "‒": "-", "–": "-", "﹣": "-", "∗": "*", "∕": "/", "⁄": "/",
+    "×": r"\times ", "÷": r"\div ", "·": r"\cdot ", "⋅": r"\cdot ",
+    "±": r"\pm ", "≤": r"\le ", "≥": r"\ge ", "≠": r"\ne ", "∞": r"\infty ",
+    "∪": r"\cup ", "∩": r"\cap ", "∈": r"\in ", "∅": r"\emptyset ", "ℝ": r"\mathbb{R}", "°": r"^\circ ",
+    "π": r"\pi ", "θ": r"\theta ", "α": r"\alpha ", "β": r"\beta ", "γ": r"\gamma ", "λ": r"\lambda ", "μ": r"\mu ",
+    "σ": r"\sigma ", "φ": r"\phi ", "ω": r"\omega ",
+}  # fmt: skip
+_SINGLE = str.maketrans(
+    _SIGNS
+    | dict.fromkeys("\u200b\u2060\u2061\u2062\u2063\ufeff", "")  # without a width
+    | {chr(code): chr(code - 0xFEE0) for code in range(0xFF01, 0xFF5F)}  # full-width
+)
+_SPACE = "[\u00a0\u2000-\u200a\u202f\u205f\u3000]"
+_RAISED, _LOWERED = "⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻ⁿ", "₀₁₂₃₄₅₆₇₈₉"
+_DIGITS = str.maketrans(_RAISED + _LOWERED, "0123456789+-n0123456789")
+_FRACTIONS = "[¼½¾⅐-⅞]"
+_ROOTS = {"√": r"\sqrt", "∛": r"\sqrt[3]"}
+_ROOT = r"([√∛])\s*(?:\(([^()]*)\)|\{([^{}]*)\}|(\d+(?:\.\d+)?|[A-Za-z]))"
+# 1.6e-19, which Math-Verify reads as 1.6 e - 19
+_SCIENTIFIC = re.compile(r"(?<![\w.\\])(\d+(?:\.\d+)?)[eE]([-+]?\d+)(?![\w.])")
+
+
+def as_latex(text: str) -> str:
+    """The text with LaTeX for such characters, and numbers like 1.6e-19 as products; any other ASCII text unchanged."""
+    if not text.isascii():
+        text = re.sub(rf"(?<=\d){_SPACE}(?=\d{{3}}(?!\d))", "", text)  # between thousands
+        text = re.sub(_SPACE, " ", text)
+        text = re.sub(f"[{_RAISED}]+", lambda found: f"^{{{found[0].translate(_DIGITS)}}}", text)
+        text = re.sub(f"[{_LOWERED}]+", lambda found: f"_{{{found[0].translate(_DIGITS)}}}", text)
+        text = re.sub(_FRACTIONS, _fraction, text)
+        text = text.translate(_SINGLE)
+        text = re.sub(_ROOT, lambda found: f"{_ROOTS[found[1]]}{{{found[2] or found[3] or found[4]}}}", text)
+    return _SCIENTIFIC.sub(r"\1 \\times 10^{\2}", text)
+
+
+def _fraction(found: re.Match[str]) -> str:
+    above, _, below = unicodedata.normalize("NFKC", found[0]).partition("⁄")
+    return rf"\frac{{{above}}}{{{below}}}"

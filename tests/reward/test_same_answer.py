@@ -1,0 +1,146 @@
+"""Answers that count as the same: the table of docs/data.md, and kinds of which it has one example each."""
+
+import re
+from pathlib import Path
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import assume, given, settings
+
+from rlplus.reward.graders.math import math_verify
+from rlplus.reward.graders.oat import oat
+from rlplus.reward.graders.unicode_latex import as_latex
+from rlplus.reward.graders.words import word_of
+
+GRADERS = {
+    "math_verify": math_verify(),
+    "math_verify_box": math_verify(box=True),
+    "math_verify_strict": math_verify(plain=True),
+    "oat": oat,
+}
+PAGE = (Path(__file__).parents[2] / "docs/data.md").read_text(encoding="utf-8")
+HEAD, *ROWS = [
+    line.strip("| ").split(" | ")
+    for line in re.findall(r"(?m)^\| [^|]* \| [^|]* \|.*\|$", PAGE)
+    if "`oat`" in line or "| yes |" in line or "| no |" in line
+]
+
+
+def test_the_table_is_found() -> None:
+    assert ["response", "answer", *(f"`{name}`" for name in GRADERS)] == HEAD
+    assert len(ROWS) > 25
+
+
+@pytest.mark.parametrize("row", ROWS, ids=[" for ".join(row[:2]) for row in ROWS])
+def test_the_table_of_the_manual(row: list[str]) -> None:
+    response, answer = (cell.strip("`") for cell in row[:2])
+    said = {name: {"yes": 1.0, "no": 0.0}[cell] for name, cell in zip(GRADERS, row[2:], strict=True)}
+    assert {name: grade(response, answer, {})[0] for name, grade in GRADERS.items()} == said
+
+
+SAME = [  # as models write it, and in LaTeX
+    ("−5", "-5"),
+    ("–5", "-5"),
+    ("‐5", "-5"),
+    ("8–10", "8-10"),
+    ("30°", r"30^\circ"),
+    ("½", r"\frac{1}{2}"),
+    ("−⅔", r"-\frac{2}{3}"),
+    ("2½", r"2\frac{1}{2}"),
+    ("√5", r"\sqrt{5}"),
+    ("√(x+1)", r"\sqrt{x+1}"),
+    ("√{12}", r"\sqrt{12}"),
+    ("√2/2", r"\frac{\sqrt{2}}{2}"),
+    ("∛x", r"\sqrt[3]{x}"),
+    ("x²+y²", "x^2+y^2"),
+    ("10⁻³", "0.001"),
+    ("2¹⁰", "2^{10}"),
+    ("x₁", "x_1"),
+    ("3×4", r"3 \times 4"),
+    ("6÷3", r"6 \div 3"),
+    ("2·x", r"2 \cdot x"),
+    ("2π", r"2\pi"),
+    ("∞", r"\infty"),
+    ("(−∞, 3]", r"(-\infty, 3]"),
+    ("x ≥ 3", r"x \geq 3"),
+    ("∅", r"\emptyset"),
+    ("θ", r"\theta"),
+    ("５", "5"),
+    ("（1，2）", "(1, 2)"),
+    ("5％", r"5\%"),
+    ("1\u2009000", "1000"),
+    ("1\u00a0000\u00a0000", "1000000"),
+    ("1\u202f000", "1000"),
+    ("5\u00a0cm", r"5\text{ cm}"),
+    ("5\u200b", "5"),
+    ("1.6e-19", r"1.6 \times 10^{-19}"),
+    ("3E8", r"3 \times 10^{8}"),
+]
+
+
+@pytest.mark.parametrize(("written", "latex"), SAME, ids=[latex for _, latex in SAME])
+@pytest.mark.parametrize("name", GRADERS)
+def test_characters_that_stand_for_latex_are_read_on_both_sides(name: str, written: str, latex: str) -> None:
+    """And a value is right for itself alone."""
+    for response, answer in ((written, latex), (latex, written), (written, written)):
+        verdict = GRADERS[name](f"So \\boxed{{{response}}}.", answer, {})
+        if name != "math_verify_strict" or not re.search(r"[×÷–]|times|div|\d-\d", response):  # left to calculate
+            assert verdict[:2] == (1.0, "ok")
+        assert GRADERS[name](f"So \\boxed{{{response}}}.", "777", {})[:2] == (0.0, "ok")
+
+
+@given(st.text(st.characters(max_codepoint=127)))
+def test_ascii_text_is_left_alone(text: str) -> None:
+    """But for numbers in scientific notation."""
+    assume(not re.search(r"\d[eE][-+]?\d", text))
+    assert as_latex(text) == text
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, 9999), st.integers(-30, -5), st.sampled_from([0, 0, 1, 5]), st.sampled_from([0, 1, 3]))
+def test_small_numbers_are_equal_where_their_first_digits_are(digits: int, power: int, more: int, scale: int) -> None:
+    """In a set, a pair and an equation, too. By exact fractions: the share of the difference in the larger one."""
+    one, other = digits * 10**scale, digits + more
+    right = abs(one - other) <= 5e-4 * max(one, other)
+    assume(right or abs(one - other) > 6e-4 * max(one, other))
+    for form in ("{}", "x = {}", "({}, 2)", r"\{{{}, 2\}}"):
+        answer = form.format(rf"{digits + more} \times 10^{{{power}}}")
+        response = form.format(rf"{digits * 10**scale} \times 10^{{{power}}}")
+        if max(one, other) * 10.0**power < 1e-4:
+            assert GRADERS["math_verify_box"](f"\\boxed{{{response}}}", answer, {})[0] == right, (response, answer)
+
+
+WORDS = ["east", "yes", "one", "Max", "even", "Tuesday", "True", r"\text{no}", r"\text{am}", "father-in-law", "Évian"]
+PRODUCTS = ["x", "xy", "abc", "mgh", "xyz", r"\pi", "infinity", "sinx", "2e", "x and y", "A", "ab", "5"]
+
+
+def test_words_are_told_from_products() -> None:
+    assert [word_of(word) is not None for word in WORDS] == [True] * len(WORDS)
+    assert [word_of(text) for text in PRODUCTS] == [None] * len(PRODUCTS)
+
+
+@pytest.mark.parametrize("name", GRADERS)
+@pytest.mark.parametrize("word", WORDS)
+def test_a_word_is_right_for_itself_alone(word: str, name: str) -> None:
+    grade, letters = GRADERS[name], re.sub(r"\\text|[{}]", "", word)
+    for form in (letters, letters.upper(), letters.lower(), rf"\text{{{letters}}}", rf"\textbf{{{letters}.}}"):
+        assert grade(f"It is \\boxed{{{form}}}", word, {})[:2] == (1.0, "ok"), form
+    for form in (letters[::-1], rf"\text{{{letters[1:] + letters[0]}}}", f"{letters} x", "5", "x"):
+        assert grade(f"It is \\boxed{{{form}}}", word, {})[:2] == (0.0, "ok"), form
+    assert grade("It is a thing.", word, {})[0] == 0
+
+
+def test_a_word_needs_no_box_where_the_grader_reads_other_answers() -> None:
+    """Math-Verify's reading of the text, as a word."""
+    assert GRADERS["math_verify"]("The answer is $east$.", "east", {})[:2] == (1.0, "ok")
+    assert GRADERS["math_verify"]("The answer is $seat$.", "east", {})[:2] == (0.0, "ok")
+    assert GRADERS["math_verify"]("Nothing here", "east", {})[1] == "unparsed"
+    for name in ("math_verify_box", "math_verify_strict", "oat"):
+        assert GRADERS[name]("The answer is $east$.", "east", {})[:2] == (0.0, "no_box")
+
+
+@pytest.mark.parametrize("name", GRADERS)
+@pytest.mark.parametrize("answer", ["proof", "Proof.", "notfound", "not found", r"\text{NaN}", r"\boxed{proof}"])
+def test_a_word_for_a_missing_answer_is_none(name: str, answer: str) -> None:
+    """A policy that learned it would be right for ever."""
+    assert GRADERS[name](r"\boxed{proof} \boxed{notfound}", answer, {})[:2] == (0.0, "bad_gold")
