@@ -123,9 +123,7 @@ def read_examples(
             teacher_prompt = None if row.teacher_prompt is None else tuple(next(teachers))
             counted, last = row.index == last, row.index
             if not counted:
-                report.rows += 1
-                report.prompt_lengths.append(len(prompt))
-                report.plain += isinstance(row.prompt, str)
+                report.count_row(row.where, row.prompt, len(prompt))
             dropped = "answers_missing" if row.answer is None else "prompts_too_long"
             if row.answer is None or len(prompt) > config.max_prompt_length:
                 if not counted:

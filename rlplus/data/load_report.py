@@ -1,8 +1,14 @@
 """Counts of the rows of data that were kept and dropped, and whether too many were."""
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from rlplus.config import DataConfig
+
+if TYPE_CHECKING:
+    from rlplus.data.prompts import Prompt
+
+ASKING = ("user", "tool")  # roles of the last message of a prompt
 
 
 @dataclass
@@ -20,6 +26,7 @@ class LoadReport:
     plain: int = 0
     prompts_too_long: int = 0
     answers_missing: int = 0
+    prompts_unasked: int = 0
     demonstrations: int = 0
     demonstrations_missing: int = 0
     demonstrations_unmatched: int = 0
@@ -28,6 +35,14 @@ class LoadReport:
     first: dict[str, str] = field(default_factory=dict)
     prompt_lengths: list[int] = field(default_factory=list)
     demonstration_lengths: list[int] = field(default_factory=list)
+
+    def count_row(self, where: str, prompt: "Prompt", tokens: int) -> None:
+        """Count a row with a prompt of so many tokens."""
+        self.rows += 1
+        self.prompt_lengths.append(tokens)
+        self.plain += isinstance(prompt, str)
+        if not isinstance(prompt, str) and prompt[-1]["role"] not in ASKING:
+            self.count("prompts_unasked", where)
 
     def count(self, what: str, where: str) -> None:
         setattr(self, what, getattr(self, what) + 1)
@@ -49,6 +64,7 @@ class LoadReport:
         labels = {
             "prompts_too_long": f"prompts longer than {self.max_prompt_length} tokens",
             "answers_missing": "rows without an answer, or not matched by answer_pattern",
+            "prompts_unasked": "prompts whose last message is neither a user's nor a tool's, kept",
             "demonstrations_too_long": f"demonstrations longer than {self.max_demonstration_length} tokens",
             "demonstrations_unmatched": "demonstrations not matched by demonstration_pattern",
             "demonstrations_missing": "rows without a demonstration",

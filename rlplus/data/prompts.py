@@ -43,6 +43,12 @@ def make_prompt(config: DataConfig, where: str, value: Any) -> Prompt:
         messages = [{"role": message["role"], "content": message["content"]} for message in value]
     else:
         raise ValueError(f"{where}: want the prompt as a string or as chat messages {{role, content}}; got {value!r}")
+    if messages[-1]["role"] == "assistant":
+        raise ValueError(
+            f"{where}: want chat messages whose last one is a user's or a tool's; got an assistant's, which the model "
+            f"would see in its prompt: {messages[-1]['content'][:80]!r}. A solution goes into a column of its own, "
+            "data.demonstration, and what every response starts with is data.response_prefix"
+        )
     if config.system_prompt is not None:
         if messages[0]["role"] == "system":
             raise ValueError(f"{where}: the prompt has a system message already: leave data.system_prompt out")

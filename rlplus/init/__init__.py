@@ -38,7 +38,6 @@ COMMENTS = {
     "data.max_prompt_length": "1% of the prompts, at most, are longer, and dropped",
     "reward.kind": "docs/data.md has the other graders, and functions of your own",
     "reward.cut_off": "a response that was cut off is worth 0",
-    "reward.box": "and so is one without a box",
     "rollout.engine": "vllm is the faster one, and has a copy of the weights; transformers is the other one",
     "rollout.sleep": "the engine gives its memory back while the policy trains",
     "rollout.group_size": "responses to a prompt",
@@ -108,7 +107,7 @@ def _base(model: dict[str, Any], columns: Columns, cluster: Cluster) -> dict[str
         "output_dir": f"runs/{Path(str(model['path'])).name}",
         "model": model,
         "data": columns.values,
-        "reward": {"kind": columns.reward, "cut_off": "zero"} | ({"box": "required"} if columns.boxed else {}),
+        "reward": {"kind": columns.reward, "cut_off": "zero"},
         "rollout": {"group_size": 8},
         "algorithm": {"preset": "rlplus" if columns.demonstration else "grpo"},
         "train": {"epochs": 1, **prompts},
@@ -120,6 +119,7 @@ def _reasons(found: Found, columns: Columns, given: dict[str, Any]) -> list[str]
     train, steps = config.train, config.train.steps_of(columns.prompts)
     lines = [
         columns.summary(config),
+        *columns.notes,
         f"{found.tuning}; ZeRO {train.zero_stage}, micro-batches of {train.tokens_per_micro_batch:,} tokens, "
         f"responses of up to {config.rollout.max_response_length:,} tokens; {steps:,} steps",
     ]

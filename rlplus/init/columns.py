@@ -8,15 +8,16 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from rlplus.config import Config, DataConfig, ModelConfig, model_problem
+from rlplus.config import Config, DataConfig, ModelConfig, RewardConfig, model_problem
 from rlplus.data import byte_tokenizer, load_examples, load_tokenizer, read_examples
+from rlplus.data.choices import hidden_choices
 from rlplus.data.row_files import get_column, read_rows, row_names
-from rlplus.reward import BOX
+from rlplus.reward import BOX, unreadable_answers
 
 NAMES = {  # they are looked for in this order
     "prompt": ("prompt", "question", "problem", "query", "instruction", "input"),
     "answer": ("answer", "final_answer", "ground_truth", "reward_model.ground_truth", "target", "label", "solution"),
-    "demonstration": ("demonstration", "solution", "target_solution", "response"),
+    "demonstration": ("demonstration", "solution", "target_solution", "target", "response"),
 }
 GSM8K = r"#### (.+)"  # the answer behind a worked solution
 BEFORE_GSM8K = r"(?s)^(.+?)\s*####"
@@ -24,6 +25,7 @@ BOXED = "Please reason step by step, and put your final answer within \\boxed{}.
 BOXED_ANSWER = "{demonstration}\nThe answer is \\boxed{{{answer}}}."
 LETTER = re.compile(r"[A-J]")
 LOOKED_AT = 200  # rows
+LOOKED_AT_ANSWERS = 1000
 STEP = 128  # lengths are multiples of this
 SHARE = 0.99  # share of the prompts that are short enough
 FAR = 2**20  # longer than any text here
@@ -33,15 +35,15 @@ FAR = 2**20  # longer than any text here
 class Columns:
     """values: keys of the section data. reward: the grader for its answers. tokens: whether lengths are the model's.
 
-    boxed: whether a system prompt that asks for an answer in a box was added. prompts: how many can be used.
+    prompts: how many can be used. notes: on answers that the grader cannot read.
     """
 
     values: dict[str, Any]
     reward: str
-    boxed: bool
     tokens: bool
     prompts: int
     demonstration: bool
+    notes: tuple[str, ...]
 
     def summary(self, config: Config) -> str:
         data = config.data
@@ -73,23 +75,27 @@ def find_columns(path: str, fixed: dict[str, Any], model: dict[str, Any]) -> Col
     tokens = model_problem(str(settings.path)) is None
     tokenizer = load_tokenizer(settings) if tokens else byte_tokenizer()
     answers = [_answer(row, values) for row in rows]
+    if problem := hidden_choices(rows, values["prompt"], values["answer"]):
+        raise ValueError(f"{path}: {problem}")
     reward = "choice" if all(LETTER.fullmatch(answer) for answer in answers) else "math_verify"
-    boxed = False
-    texts = not {"chat", "template"} & values.keys() and isinstance(get_column(rows[0], values["prompt"]), str)
+    texts = not {"chat", "template"} & values.keys() and any(isinstance(_value(r, values["prompt"]), str) for r in rows)
     if texts and tokenizer.chat_template is not None:
         boxed = reward == "math_verify" and "system_prompt" not in values
         values |= {"chat": True} | ({"system_prompt": BOXED} if boxed else {})
-    if reward == "math_verify" and _ask_for_boxes(values, tokenizer):
+        reward = "math_verify_box" if boxed else reward
+    if reward != "choice" and _ask_for_boxes(values, tokenizer):
         values |= _with_boxes(rows, values)
     data = _unlimited(values)
-    _, report = read_examples(data, tokenizer, max_demonstration_length=FAR)
+    examples, report = read_examples(data, tokenizer, max_demonstration_length=FAR)
     if not report.kept:
         raise ValueError(str(report.refusal(data)))
     if tokens:
         values.setdefault("max_prompt_length", _longest(report.prompt_lengths))
     if tokens and report.demonstration_lengths:
         values.setdefault("max_demonstration_length", _longest(report.demonstration_lengths))
-    return Columns(values, reward, boxed, tokens, report.kept, data.demonstration is not None)
+    grader = RewardConfig.model_validate({"kind": reward, "workers": 1})
+    notes = tuple(unreadable_answers(grader, examples, LOOKED_AT_ANSWERS))
+    return Columns(values, reward, tokens, report.kept, data.demonstration is not None, notes)
 
 
 def _unlimited(values: dict[str, Any]) -> DataConfig:
@@ -115,15 +121,21 @@ def _with_boxes(rows: list[dict[str, Any]], values: dict[str, Any]) -> dict[str,
 def _named(path: str, rows: list[dict[str, Any]], fixed: dict[str, Any]) -> dict[str, Any]:
     """The keys of `data` that name columns: those given, else the first known name that the rows have."""
     names = list(dict.fromkeys(name for row in rows for name in row_names(row)))
-    found = {key: next((n for n in known if n in names), None) for key, known in NAMES.items()} | fixed
+    taken: list[str | None] = [fixed[key] for key in ("prompt", "answer") if fixed.get(key)]
+    found: dict[str, Any] = dict(fixed)
+    for key, known in NAMES.items():
+        if key not in fixed:
+            free = [name for name in known if name in names and name not in taken]
+            found[key] = _first(rows, free) if key != "demonstration" else next(iter(free), None)
+            taken.append(found[key])
     for key in ("prompt", "answer"):
         if found[key] is None:
-            known = ", ".join(NAMES[key])
+            wanted = ", ".join(NAMES[key])
             raise ValueError(
-                f"{path}: want a column of the {key}, by one of the names {known}, or named by data.{key}=COLUMN; "
+                f"{path}: want a column of the {key}, by one of the names {wanted}, or named by data.{key}=COLUMN; "
                 f"got {', '.join(names)}"
             )
-    if found["demonstration"] == found["answer"] or found["demonstration"] is None:
+    if found["demonstration"] is None:
         del found["demonstration"]
     texts = [str(_value(row, found["answer"])) for row in rows]
     if "answer_pattern" not in found and all("#### " in text for text in texts):
@@ -132,11 +144,22 @@ def _named(path: str, rows: list[dict[str, Any]], fixed: dict[str, Any]) -> dict
     return found
 
 
-def _value(row: dict[str, Any], column: str) -> Any:
+def _first(rows: list[dict[str, Any]], names: list[str]) -> str | None:
+    """The first column that every row has, else the one that most have; None without a name."""
+    having = {name: sum(_has(row, name) for row in rows) for name in names}
+    return max(having, key=having.__getitem__, default=None)  # of equal ones the first
+
+
+def _has(row: dict[str, Any], column: str) -> bool:
     try:
-        return get_column(row, column)
-    except KeyError:  # named in training's words, where the row is read
-        return ""
+        get_column(row, column)
+    except KeyError:
+        return False
+    return True
+
+
+def _value(row: dict[str, Any], column: str) -> Any:
+    return get_column(row, column) if _has(row, column) else ""  # named in training's words, where the row is read
 
 
 def _answer(row: dict[str, Any], values: dict[str, Any]) -> str:

@@ -90,7 +90,7 @@ def _named_gpu(name: str) -> Gpu:
         return GPUS[name.lower()]
     if size := re.fullmatch(r"([1-9]\d{0,5})g(?:i?b)?", name.lower()):
         return Gpu(f"{size[1]} GiB GPU", int(size[1]) * GIB)
-    wanted = f"{CPU}, one of {', '.join(GPUS)}, or a size of memory such as 24g"
+    wanted = f"one of {', '.join((CPU, *GPUS))}, or a size of memory such as 24g"
     raise ValueError(f"want --gpu {wanted}; got {name!r}{hint(name, (*GPUS, CPU))}")
 
 

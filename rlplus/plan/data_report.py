@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -10,12 +11,15 @@ import numpy as np
 from rlplus.common import agree
 from rlplus.config import Config
 from rlplus.data import Example, LoadReport, find_ends, load_tokenizer, read_examples, read_problems, response_text
+from rlplus.data.choices import hidden_choices
+from rlplus.data.row_files import read_rows
 from rlplus.evaluation.known import known_benchmarks, refusal
-from rlplus.reward import RewardOrStatus, Scorer
+from rlplus.reward import RewardOrStatus, Scorer, unreadable_answers
 from rlplus.trainer.prompt_pool import Prompts, select_prompts
 from rlplus.trainer.ranks import initialize_distributed
 
 SHOWN = 3
+LOOKED_AT = 200  # rows whose other columns are read
 
 
 @dataclass(frozen=True)
@@ -97,6 +101,7 @@ def plan_data(config: Config) -> DataPlan:
         decode = partial(response_text, tokenizer, prefix=config.data.response_prefix, ends=ends)
         prompts = select_prompts(config, loaded, scorer, decode)
     graded = [] if prompts.graded is None else [prompts.graded.summary()]
+    graded += [*unreadable_answers(config.reward, loaded), *_hidden_choices(config)]
     return DataPlan(
         len(prompts.variants),
         (*(f"{key}: {report.summary()}" for key, report in reports.items()), *graded),
@@ -104,6 +109,13 @@ def plan_data(config: Config) -> DataPlan:
         tuple(_rendered(loaded, prompts, tokenizer)),
         (*refusals, *prompts.refusals(config)),
     )
+
+
+def _hidden_choices(config: Config) -> list[str]:
+    """The problem of choices that the prompts do not show, if there is one: of rows with all their columns."""
+    rows = [row for _, row in islice(read_rows(config.data.paths, None, None), LOOKED_AT)]
+    problem = hidden_choices(rows, config.data.prompt, config.data.answer)
+    return [] if problem is None else [problem]
 
 
 def _lengths(reports: dict[str, LoadReport]) -> Iterator[tuple[str, Lengths]]:

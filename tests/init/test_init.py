@@ -7,12 +7,13 @@ from typing import Any
 import pytest
 
 from rlplus.cli import main
-from rlplus.config import Config, ScratchModel, load_config, merged
+from rlplus.config import AlgorithmConfig, Config, ScratchModel, load_config, merged
 from rlplus.data import byte_tokenizer, load_examples, response_text
 from rlplus.init import start
 from rlplus.init.fitting import FULL, FULL_AT, LORA, TOKENS, find_fitting
 from rlplus.learner.pretrained import make_scratch_model, write_model
 from rlplus.plan import GIB, make_cluster, make_plan
+from rlplus.plan.data_report import plan_data
 from rlplus.reward import Scorer
 
 SEVEN = "Qwen/Qwen2.5-Math-7B"  # its architecture comes with rlplus
@@ -84,6 +85,7 @@ def pass_the_reward(begun: Config) -> list[bool]:
         return [one.value == 1 for one in scorer(texts, [e.answer for e in examples], prompts=prompts)]
 
 
+SAID = [{"role": "user", "content": "1?"}]
 SOLVED = {"prompt": "1+1?", "answer": "2"}
 
 
@@ -102,12 +104,12 @@ SOLVED = {"prompt": "1+1?", "answer": "2"}
 def test_demonstrations_have_the_box_that_the_prompts_ask_for(
     model: str, tmp_path: Path, rows: list[dict[str, Any]], template: bool
 ) -> None:
-    """And the reward is 0 without an end, and without a box where every prompt asks for one."""
+    """And the reward is 0 without an end, and of the last box where every prompt asks for one."""
     begun = start(model, written(tmp_path, rows), make_cluster(1, "24g"))
     config, asks = begun.config, isinstance(next(iter(rows[0].values())), str)
     assert all(pass_the_reward(config))
     assert (config.data.demonstration_template is not None) == template
-    assert (config.reward.cut_off, config.reward.box) == ("zero", "required" if asks else "auto")
+    assert (config.reward.cut_off, config.reward.kind) == ("zero", "math_verify_box" if asks else "math_verify")
     assert (config.data.system_prompt is not None) == asks
     assert "cut_off: zero  # a response that was cut off is worth 0" in begun.text
 
@@ -133,8 +135,82 @@ def test_columns_by_their_names(model: str, tmp_path: Path) -> None:
     assert (config.data.demonstration, config.algorithm.preset) == (None, "grpo")
     named = [{"text": "1+1?", "value": 2, "solution": "1 and 1 make 2"}]
     config = start(model, written(tmp_path, named), cluster, ["data.prompt=text", "data.answer=value"]).config
-    assert (config.reward.kind, config.data.chat, config.data.demonstration) == ("math_verify", True, "solution")
+    assert (config.reward.kind, config.data.chat, config.data.demonstration) == ("math_verify_box", True, "solution")
     assert "boxed" in str(config.data.system_prompt)
+
+
+@pytest.mark.parametrize(
+    ("row", "names"),
+    [
+        ({"prompt": "1+1?", "reward_model": {"ground_truth": "2"},
+          "target": [{"role": "assistant", "content": "It is 2."}]},
+         ("prompt", "reward_model.ground_truth", "target")),  # LUFFY's
+        ({"question": "1+1?", "target": "2", "response": "It is 2."}, ("question", "target", "response")),
+        ({"problem": "1+1?", "solution": "2"}, ("problem", "solution", None)),
+        ({"problem": "1+1?", "answer": "2", "solution": "It is 2."}, ("problem", "answer", "solution")),
+    ],
+)  # fmt: skip
+def test_a_column_has_one_meaning(
+    row: dict[str, Any], names: tuple[str | None, ...], model: str, tmp_path: Path
+) -> None:
+    data = start(model, written(tmp_path, [row] * 4), make_cluster(1, "24g")).config.data
+    assert (data.prompt, data.answer, data.demonstration) == names
+
+
+def test_columns_are_those_that_every_row_has(model: str, tmp_path: Path) -> None:
+    """Whichever row comes first; a null is a value that a row may have."""
+    rows: list[dict[str, Any]] = [
+        {"question": "1+1?", "answer": None, "final_answer": "2"},
+        {"question": "1+1?", "answer": "2", "prompt": "p"},
+        {"question": "1+1?", "answer": "2", "final_answer": "2"},
+    ]
+    cluster, given = make_cluster(1, "24g"), ["data.max_dropped_share=0.5"]
+    for order in (rows, rows[::-1], rows[1:] + rows[:1]):
+        data = start(model, written(tmp_path, order), cluster, given).config.data
+        assert (data.prompt, data.answer) == ("question", "answer")
+
+
+def test_answers_that_no_grader_reads_are_counted(
+    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By init and by plan --data, without demonstrations, too."""
+    answers = ["2", "proof", "notfound", "3", "see the book", "x + 1"]
+    data, out = written(tmp_path, [{"problem": "1+1?", "answer": answer} for answer in answers]), tmp_path / "run.yaml"
+    assert init(model, data, out, "--gpu", "24g", "train.prompts_per_step=4") == 0
+    wanted = "answers: 3 of 6 cannot be read by math_verify_box: every response there is worth 0 (first: row 1, 'proof'"
+    assert wanted in " ".join(capsys.readouterr().out.split())
+    main(["plan", str(out), "--gpus", "1", "--gpu", "24g", "--data"])
+    assert wanted in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.parametrize(
+    ("row", "hidden"),
+    [
+        ({"question": "Which turns?", "choices": ["a planet", "a stone"], "answer": 0}, True),
+        ({"question": "Which turns? A) a planet B) a stone", "choices": ["a planet", "a stone"], "answer": 0}, True),
+        ({"question": "Which turns?", "choices": {"text": ["a planet", "a stone"], "label": ["A", "B"]}, "answer": "A"},
+         True),
+        ({"question": "Which turns?", "options": ["a planet", "a stone"], "answer": "B"}, True),
+        ({"question": "A) a planet B) a stone", "choices": ["a planet", "a stone"], "answer": "A"}, False),
+        ({"question": "2 or 3?", "choices": ["2", "3"], "answer": "2"}, False),
+        ({"question": "Which turns?", "choices": ["a planet", "a stone"], "answer": "a planet"}, False),
+    ],
+)  # fmt: skip
+def test_answers_that_point_at_choices_are_refused(
+    row: dict[str, Any], hidden: bool, model: str, tmp_path: Path
+) -> None:
+    """No response can give them where the prompt does not show the choices with letters."""
+    path, cluster = written(tmp_path, [row] * 4), make_cluster(1, "24g")
+    if not hidden:
+        start(model, path, cluster)
+        return
+    with pytest.raises(ValueError, match=r"the answers in 'answer' point at '(choices|options)', and .*: want prompts"):
+        start(model, path, cluster)
+    (elsewhere := tmp_path / "questions").mkdir()
+    config = start(model, questions(elsewhere), cluster).config
+    data = config.data.model_copy(update={"path": path, "answer_pattern": None, "demonstration": None})
+    planned = plan_data(config.model_copy(update={"data": data, "algorithm": AlgorithmConfig(preset="grpo")}))
+    assert any("point at" in line for line in planned.summaries)
 
 
 def fits(values: dict[str, Any], gpus: int, gpu: str, **train: Any) -> bool:
@@ -237,6 +313,12 @@ def test_what_would_fit_is_said(model: str, tmp_path: Path) -> None:
         ([{"question": "1?", "answer": "1"}, {"answer": "2"}], "rows.jsonl:2: want a column 'question'; got answer"),
         ([{"question": "1?", "answer": ""}], "got 1 rows, 0 kept, 0 demonstrations; 1 rows without an answer"),
         ([], "want at least one row; got none"),
+        (
+            [{"answer": "1", "question": [{"role": "user", "content": "1?"}]}] * 3
+            + [{"answer": "1", "question": [*SAID, {"role": "assistant", "content": "It is 1."}]}],
+            "want chat messages whose last one is a user's or a tool's; got an assistant's.*'It is 1.'",
+        ),
+        ([{"answer": "1"}, {"prompt": "1?", "answer": "1"}], "rows.jsonl:1: want a column 'prompt'; got answer"),
     ],
 )
 def test_data_that_training_refuses(rows: list[dict[str, Any]], message: str, model: str, tmp_path: Path) -> None:

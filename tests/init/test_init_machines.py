@@ -189,3 +189,22 @@ def test_train_says_so_before_it_imports_or_loads_anything(
     changes = ["rollout.engine=vllm", "rollout.share_weights=false"]
     assert main(["train", "run.yaml", *changes]) == 2
     assert "rollout.engine vllm: vLLM is not installed" in capsys.readouterr().err
+
+
+def test_train_refuses_what_needs_a_gpu_before_it_plans(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whether there is a GPU is known when torch is imported, before a model is looked at."""
+    be(monkeypatch, "gpu", gpu=False)
+    monkeypatch.chdir(tmp_path)
+    Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in DATA["gsm8k"]))
+    assert main(["init", "--model", model, "--data", "rows.jsonl"]) == 0
+
+    def planned(*_: object, **__: object) -> None:
+        raise AssertionError("the run was planned")
+
+    monkeypatch.setattr(command, "_check_memory", planned)
+    assert main(["train", "run.yaml", "rollout.engine=vllm", "rollout.share_weights=false", "rollout.sleep=true"]) == 2
+    said = capsys.readouterr().err
+    assert "rollout.sleep: the installed vLLM computes on a GPU, and this machine has none" in said
+    assert said.strip().endswith("or without vLLM: rollout.engine=transformers rollout.sleep=false")
