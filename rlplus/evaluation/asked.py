@@ -104,8 +104,13 @@ def model_identity(model: Path) -> str:
     """
     if not model.is_dir():
         return f"{model}@{_cached_revision(str(model)) or _hash(str(model))}"
+    return f"{model}@{model_hash(model)}"
+
+
+def model_hash(model: Path) -> str:
+    """The hash of a model's folder in `model_identity`."""
     files = [file for file in sorted(model.glob("*")) if file.suffix in _WEIGHTS]
-    return f"{model}@{_hash([(model / 'config.json').read_bytes(), *map(_sketch, files)])}"
+    return _hash([(model / "config.json").read_bytes(), *map(_sketch, files)])
 
 
 def _sketch(file: Path) -> tuple[str, int, list[bytes]]:

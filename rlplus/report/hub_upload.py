@@ -10,7 +10,7 @@ from rlplus.common.textfiles import read_text
 from rlplus.common.yaml_text import parse_yaml
 from rlplus.config import RESULTS, RUN, STARTS
 from rlplus.evaluation import Evaluation, load_results
-from rlplus.evaluation.asked import model_identity
+from rlplus.evaluation.asked import model_hash
 from rlplus.report.hidden_keys import HIDDEN, named_keys, without_keys
 from rlplus.report.tables import percent
 
@@ -33,10 +33,14 @@ def files_of(run: Path) -> tuple[dict[str, Path | bytes], list[str]]:
     if not (run / "checkpoints/exported").is_file() or not any(model.glob("*.safetensors")):
         raise ValueError(f"want a finished run, with the weights in its model/; {run} has none: finish the training")
     results = load_results(run)
-    identity = model_identity(model).rpartition("@")[2]
+    identity = model_hash(model)
     for name, result in results.items():
         if result.model and result.model.rpartition("@")[2] != identity:
             raise ValueError(f"the results of {name} in {run} are another model's: run `rlplus eval` again")
+    if identity not in [*read_text(run / "checkpoints/exported").split()[1:], identity][:1]:  # 0.3 noted none
+        raise ValueError(
+            f"want the model that the run wrote; {model} has another: finish the training again (--resume)"
+        )
     found = sorted(model.iterdir())
     others = [path for name in (*RUN, STARTS) if os.path.lexists(path := run / name)]
     others += sorted(run.glob(f"{RESULTS}-*.json"))

@@ -88,6 +88,10 @@ def step_files(folder: Path) -> dict[Path, int]:
 def moment_of(path: Path, step: int, damaged: list[str], groups: int | None = None) -> Moment | None:
     """The groups of a step's file, or the first ones; None without any."""
     samples = _read(path, damaged)
+    if others := [sample.step for sample in samples if sample.step != step]:
+        damaged.append(f"these samples are left out: {path} has those of step {others[0]}")
+        logger.warning(damaged[-1])
+        return None
     return Moment(f"step {step}", _groups(samples)[:groups], step) if samples else None
 
 

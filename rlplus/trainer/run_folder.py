@@ -18,6 +18,7 @@ from rlplus.common.textfiles import read_text
 from rlplus.config import STARTS, Config, recorded_config
 from rlplus.config.surroundings import MAY_CHANGE, surroundings
 from rlplus.data import SAMPLES, Example, drop_kept, ends_text
+from rlplus.evaluation.asked import model_hash
 from rlplus.learner.deepspeed_settings import check_resharding
 from rlplus.trainer.provenance import note_start
 
@@ -37,7 +38,9 @@ class RunFolder:
     def __init__(self, config: Config, resume: str | None, stack: ExitStack) -> None:
         self.config, self.path = config, Path(config.output_dir)
         self.checkpoints, self.model = self.path / "checkpoints", self.path / "model"
-        self._exported = self.checkpoints / "exported"  # names the checkpoint whose model has been written
+        self._exported = (
+            self.checkpoints / "exported"
+        )  # names the checkpoint whose model has been written, and the model
         self.surroundings = surroundings(config)  # at the start of the run
         self.fixed: dict[str, Any] = {"config": config.model_dump(mode="json"), "surroundings": self.surroundings}
         if not agree.largest(self.path.is_dir()):  # a mistyped folder is not created
@@ -57,9 +60,11 @@ class RunFolder:
 
     @property
     def has_result(self) -> bool:
-        """Whether the model of `last` has been written."""
-        exported = read_text(self._exported) if self._exported.exists() else ""
-        return self.last is not None and exported == self.last.name and (self.model / "config.json").exists()
+        """Whether the model of `last` has been written, and no other is in its place."""
+        if self.last is None or not self._exported.exists() or not (self.model / "config.json").exists():
+            return False
+        name, *identity = read_text(self._exported).split()
+        return name == self.last.name and identity in ([], [model_hash(self.model)])  # 0.3 noted the name alone
 
     def keep_ends(self, found: tuple[int, ...], tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
         """The tokens that end a response: those found now, or those that the resumed run began with."""
@@ -102,7 +107,7 @@ class RunFolder:
     def note_result(self, step: int) -> None:
         """Record, on rank 0, that the model of this step was written. It is on the disk before that is."""
         flush_all(self.model)
-        write_text(self._exported, checkpoint.name_of(step))
+        write_text(self._exported, f"{checkpoint.name_of(step)} {model_hash(self.model)}")
 
 
 def find_checkpoint(folder: Path, resume: str | None) -> Path | None:

@@ -13,6 +13,7 @@ import pytest
 import yaml
 from counted_evaluations import evaluation
 from hub_stub import running_hub
+from safetensors.torch import load_file, save_file
 from trainer_runs import run_config
 
 from rlplus import __version__
@@ -248,6 +249,7 @@ class HangsUp(socketserver.BaseRequestHandler):
         ("no weights", "want a finished run, with the weights in its model/; .* has none"),
         ("resumed", "want a finished run, with the weights in its model/; .* has none"),
         ("another model", "the results of test in .* are another model's: run `rlplus eval` again"),
+        ("another step's model", "want the model that the run wrote; .*model has another"),
         ("no run", "want the folder of a run, with config.yaml and metrics.jsonl"),
         ("name", "want the repository as OWNER/NAME; got 'owner//name'"),
     ],
@@ -264,6 +266,10 @@ def test_what_is_no_finished_run_is_refused(
         (copy / "checkpoints/exported").unlink()
     if fault == "another model":
         (copy / "model/config.json").write_text(json.dumps({"model_type": "qwen2"}))
+    if fault == "another step's model":
+        weights = {name: weight + 1 for name, weight in load_file(copy / "model/model.safetensors").items()}
+        save_file(weights, copy / "model/model.safetensors", {"format": "pt"})
+        (copy / "evaluation-test.json").unlink()
     if fault == "no run":
         (copy / "config.yaml").unlink()
     with running_hub() as hub:

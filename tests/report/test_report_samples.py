@@ -72,7 +72,7 @@ def test_a_damaged_file_is_left_out_of_the_page_which_says_so(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, how: str
 ) -> None:
     for name in ("step-000001", "step-000002", "evaluation-amc-0-000000", "evaluation-math-0-000000"):
-        keep(tmp_path, name, kept(benchmark=name.split("-")[1]))
+        keep(tmp_path, name, kept(benchmark=name.split("-")[1], step=int(name[-1])))
     damaged = ["step-000001", "evaluation-amc-0-000000"]
     for name in damaged:
         damage(tmp_path / f"{name}.parquet", how)
@@ -84,6 +84,17 @@ def test_a_damaged_file_is_left_out_of_the_page_which_says_so(
         assert record.levelname == "WARNING"
         assert f"want a file of kept samples in {tmp_path}/{name}.parquet; got" in record.getMessage()
         assert f"A: {' '.join(record.getMessage().split())}" in page.text
+
+
+def test_a_file_of_another_step_is_left_out_of_the_page(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """It is whole, under another step's name."""
+    for step in (1, 2):
+        keep(tmp_path, f"step-{step:06d}", kept(step=step))
+    (tmp_path / "step-000002.parquet").write_bytes((tmp_path / "step-000001.parquet").read_bytes())
+    page = written(tmp_path, {"A": run(samples=tmp_path)}, {})
+    assert "A, step 1" in page.text
+    assert "A, step 2" not in page.text
+    assert f"{tmp_path}/step-000002.parquet has those of step 1" in caplog.text
 
 
 @pytest.mark.parametrize("how", DAMAGES)

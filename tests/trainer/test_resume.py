@@ -78,6 +78,21 @@ def test_a_model_that_was_removed_is_written_again_on_resume(tmp_path):
     }
 
 
+@pytest.mark.parametrize("earlier", [False, True])
+def test_a_model_of_another_step_is_written_again_on_resume(tmp_path, earlier):
+    """In the folder of an earlier version, which noted no hash, it stays."""
+    folder = train(config := run_config(tmp_path, train={"steps": 2}))
+    other = train(run_config(tmp_path, "other", train={"steps": 1}))
+    whole = (folder / "model/model.safetensors").read_bytes()
+    first = (other / "model/model.safetensors").read_bytes()
+    assert whole != first
+    (folder / "model/model.safetensors").write_bytes(first)
+    if earlier:
+        (folder / "checkpoints/exported").write_text("step-000002")
+    train(config, resume="newest")
+    assert (folder / "model/model.safetensors").read_bytes() == (first if earlier else whole)
+
+
 def damaged(file: Path, place: int) -> None:
     content = bytearray(file.read_bytes())
     content[place] ^= 16
