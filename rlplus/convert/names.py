@@ -9,7 +9,7 @@ from rlplus.convert.expressions import Unknown, calculate, number
 READ = ("GRPOConfig", "GRPOTrainer", "LoraConfig", "load_dataset")
 SHOWING = ("print", "len", "repr", "str")
 BINDING = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.ExceptHandler, ast.MatchAs, ast.MatchStar)
-ANYTHING = ("exec", "globals", "locals", "vars")  # may bind any name
+ANYTHING = ("exec", "globals", "locals")  # may bind any name
 STEPS = 10_000  # of a value: names of names double it without end
 DEPTH = 100
 

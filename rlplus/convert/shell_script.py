@@ -254,7 +254,7 @@ def _changes(command: Command) -> Iterator[tuple[str, str, Word | None]]:
         in_sums = [found for inside in re.findall(r"\(\(.*\)\)", raw, re.DOTALL) for found in COUNTED.finditer(inside)]
         for found in (*DEFAULTED.finditer(raw), *in_sums):
             yield next(filter(None, found.groups())), "=", None
-    if raws[0] in DECLARING and not any(raw.startswith("-") for raw in raws):
+    if raws[0] in DECLARING and not any(re.match(r"-\w*[^agrx]", raw) for raw in raws):
         words = words[1:]
     elif raws[0] in CHANGING | DECLARING:
         for raw in raws[1:]:

@@ -57,6 +57,8 @@ SCRIPTS: dict[str, tuple[str, dict[str, Any], set[str]]] = {
         f"declare -i X=2+3\nexport Y=4 Z\nreadonly V=6\n{VERL} a.b=$X a.c=$Y a.d=$V",
         {"a.c": 4, "a.d": 6}, {"a.b"},
     ),
+    "declared array": (f"declare -ra A=(a.b=1 a.c=2)\n{VERL} \"${{A[@]}}\"", {"a.b": 1, "a.c": 2}, set()),
+    "declared table": (f"declare -A A=([x]=1)\nA[x]=2\n{VERL} a.b=${{A[x]}}", {}, {"a.b"}),
     "added": (f"X=1\nX+=5\n{VERL} a.b=$X", {"a.b": 15}, set()),
     "array": (f"A=(a.b=1)\nA+=(a.c=2 a.d='x y')\n{VERL} \"${{A[@]}}\"", {"a.b": 1, "a.c": 2, "a.d": "x y"}, set()),
     "array added in a branch": (
