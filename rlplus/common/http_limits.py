@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 from urllib.request import HTTPHandler, HTTPSHandler, Request, build_opener
 
-MOST_BYTES = 16 * 2**20  # of an answer whose contents a caller does not know better
+MOST_BYTES = 16 * 2**20  # length of an answer, where a caller does not know it better
 BEGUN_S = 300.0  # limit of an answer that may begin at any time, from its first byte; and of sending a request
 PIECE = 2**16
 
@@ -99,12 +99,12 @@ def urlopen(request: Request, timeout: float) -> Any:
 
         return Limited
 
-    class Plain(HTTPHandler):
+    class Unencrypted(HTTPHandler):
         def http_open(self, req: Request) -> Any:
             return self.do_open(limited(http.client.HTTPConnection), req)
 
-    class Secure(HTTPSHandler):
+    class Encrypted(HTTPSHandler):
         def https_open(self, req: Request) -> Any:
             return self.do_open(limited(http.client.HTTPSConnection), req)
 
-    return build_opener(Plain, Secure).open(request, timeout=timeout)
+    return build_opener(Unencrypted, Encrypted).open(request, timeout=timeout)

@@ -2,7 +2,7 @@
 
 A folder has `states.json`, `head.safetensors` and shards `states-00001.safetensors`, in which each sequence has a
 tensor (T, H) under its `digest`. `examples/score_demonstrations.py --states` writes it. states.json is sealed and has
-the CRC-32 of each file's header, which has those of the tensors: a file of another folder is damage, as a changed bit.
+the CRC-32 of each file's header, which has the tensors' own: a file of another folder is damage, as a changed bit.
 """
 
 import hashlib

@@ -18,7 +18,7 @@ from rlplus.rollout.server_http import PATIENCE_S, TEACHER, Requests, parsed, sp
 KEY = TEACHER.url
 LIMIT = "rollout.progress_timeout_s"
 CONNECTIONS = 16  # responses at a time from each rank; the server batches what it has
-BYTES_PER_LOGPROB = 256  # of JSON at most, on average: a token with its logprob, rank and text
+BYTES_PER_LOGPROB = 256  # most JSON, on average, for a token with its logprob, rank and text
 DECODED = 4096  # tokens at a time by which tokenizers are compared
 TOLERANCE = 1e-3  # largest logprob above 0, and largest excess of a sum of probabilities over 1
 MALFORMED = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError)

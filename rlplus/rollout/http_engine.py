@@ -20,7 +20,7 @@ from rlplus.rollout.server_http import PATIENCE_S, RESTART, Kind, Refused, Reque
 
 # Errors of reading an answer that has another form than the server's.
 MALFORMED = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError)
-BYTES_PER_TOKEN, BYTES_PER_KEPT = 512, 16  # of JSON at most: a token with its logprob, a token that was kept
+BYTES_PER_TOKEN, BYTES_PER_KEPT = 512, 16  # most JSON for a token with its logprob, and for one that was kept
 CONNECTIONS = 64  # prompts at a time from each rank; the server batches what it has
 
 logger = logging.getLogger(__name__)

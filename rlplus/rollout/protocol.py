@@ -15,7 +15,7 @@ from rlplus.config import RolloutConfig
 from rlplus.errors import RunFailed
 
 DEFAULT_CACHE_MB = 512  # keys and values, where rollout.kv_cache_memory_mb is not set
-MOST_LOGPROB = 1e-3  # of a sampled token: 0, and what fp32 sums are rounded by
+MOST_LOGPROB = 1e-3  # a logprob is 0 at most, and sums in fp32 are rounded
 LOGIT_BYTES = 4 * 4  # the transformers engine's, at a token: the model's logit, its fp32 copy, and as `draw` changes it
 
 

@@ -174,7 +174,7 @@ class FollowedRun:
 
 
 def opened(path: Path) -> IO[bytes]:
-    """The file; OSError where it is none, as a pipe, which would be waited for until somebody writes into it."""
+    """The file; OSError where it is none, such as a pipe, which blocks its reader until a writer comes."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)

@@ -49,7 +49,7 @@ class FakeSGLang:
         self.loaded: list[dict[str, Any]] = []  # each file's weights
         self.keys: set[str | None] = set()
         self.pushed: list[Any] = []
-        self.modes: list[int] = []  # of the folders
+        self.modes: list[int] = []  # the folders' permissions
         server = self
 
         class Asked(Handler):
