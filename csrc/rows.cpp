@@ -153,6 +153,77 @@ INLINE void gradient_row(const float* z, const float* __restrict bias, int64_t V
   }
 }
 
+// What a draw keeps of a row, see rlplus_draw.
+struct Kept {
+  int32_t* token;
+  float *w, *logp, *slope;
+  int64_t capacity;
+};
+struct Drawn {
+  int32_t count, flat;
+  float variance, square, own_slope;
+};
+constexpr int64_t LOOK = 256;  // columns whose mass is looked at together: where it passes no multiple, none is kept
+
+// Threshold sampling of the probabilities but the target's: systematic, so `total` is the mass since the last element.
+template <bool BIAS, bool CAP>
+INLINE bool draw_row(const float* __restrict z, const float* __restrict bias, int64_t V, int64_t target,
+                     float inv_temperature, float cap, const Row& row, float uniform, double level, int64_t most,
+                     const Kept& kept, Drawn* out) {
+  const float scale = inv_temperature * LOG2E, inv_sum = 1.f / (1.f + row.rest), log_sum = std::log1p(row.rest);
+  const float small = float(level);
+  double total = uniform * level, mass = 0., mass_squares = 0., squares = 0.;
+  int64_t count = 0, large = 0;
+  float p[LOOK];
+  auto keep = [&](int64_t j, float w) __attribute__((always_inline)) {
+    if (count < kept.capacity) {
+      const float raw = logit<BIAS, CAP>(z, bias, j);
+      const Capped at = CAP ? softcap(raw, cap) : Capped{raw, 1.f};
+      kept.token[count] = int32_t(j);
+      kept.w[count] = w;
+      kept.logp[count] = (at.value - row.max) * inv_temperature - log_sum;
+      if (CAP) kept.slope[count] = at.slope;
+    }
+    ++count;
+  };
+  for (int64_t start = 0; start < V; start += LOOK) {
+    const int64_t n = std::min(LOOK, V - start);
+#pragma omp simd
+    for (int64_t j = 0; j < n; ++j)
+      p[j] = exp2_nonpositive((capped<CAP>(logit<BIAS, CAP>(z, bias, start + j), cap) - row.max) * scale) * inv_sum;
+    if (target >= start && target < start + n) p[target - start] = 0.f;
+    float sum = 0.f, sum_squares = 0.f, largest = 0.f;
+#pragma omp simd reduction(+ : sum, sum_squares) reduction(max : largest)
+    for (int64_t j = 0; j < n; ++j) {
+      sum += p[j];
+      sum_squares += p[j] * p[j];
+      largest = p[j] > largest ? p[j] : largest;
+    }
+    squares += sum_squares;
+    if (largest < small && total + sum < level) {
+      total += sum, mass += sum, mass_squares += sum_squares;
+      continue;
+    }
+    for (int64_t j = 0; j < n; ++j) {
+      if (p[j] >= small) {
+        keep(start + j, p[j]);
+        ++large;
+        continue;
+      }
+      total += p[j], mass += p[j], mass_squares += double(p[j]) * p[j];
+      if (total >= level) {
+        total -= level;
+        keep(start + j, small);
+      }
+    }
+  }
+  const float own = row.logprob == row.logprob ? -std::expm1(row.logprob) : 0.f;  // NaN: no target
+  out->count = int32_t(count);
+  out->variance = float(level * mass - mass_squares);
+  out->square = float(squares) + own * own;
+  return double(large) + mass / level <= double(most);
+}
+
 template <class F>  // f(a, b) with both as constants
 INLINE void with_constants(bool a, bool b, const F& f) {
   const std::true_type yes;
@@ -181,12 +252,25 @@ EVERY_CPU void gradient_one(const float* z, const float* bias, int64_t V, int64_
   });
 }
 
+// A row that would keep more than `most` has the level 1 / most, where it cannot.
+EVERY_CPU void draw_one(const float* z, const float* bias, int64_t V, int64_t target, float inv_temperature, float cap,
+                        const Row& row, float uniform, double level, int64_t most, const Kept& kept, Drawn* out) {
+  with_constants(bias, cap != 0.f, [&](auto BIAS, auto CAP) __attribute__((always_inline)) {
+    const bool known = target >= 0 && target < V;
+    const double raised = std::max(level, 1. / double(most));
+    const bool fits = draw_row<BIAS, CAP>(z, bias, V, target, inv_temperature, cap, row, uniform, level, most, kept, out);
+    out->flat = !fits && raised > level;
+    if (out->flat) draw_row<BIAS, CAP>(z, bias, V, target, inv_temperature, cap, row, uniform, raised, most, kept, out);
+    out->own_slope = CAP && known ? softcap(logit<BIAS, CAP>(z, bias, target), cap).slope : 1.f;
+  });
+}
+
 }  // namespace
 
 extern "C" {
 
 // Renamed with every change of a signature below: the package does not load a library of another version.
-void rlplus_interface_4() {}
+void rlplus_interface_5() {}
 
 // z (n, V) fp32, bias (V,) or null, target (n,) -> rows (n, 4), see Row; logprob is NaN where the target is no token.
 // inv_temperature (n,). cap: z + bias becomes cap * tanh((z + bias) / cap); 0: it does not.
@@ -211,6 +295,22 @@ void rlplus_row_gradient(float* z, const float* bias, const int64_t* source, int
     float* out = z + s * V;
     gradient_one(z + i * V, bias, V, target[i], inv_temperature[i], cap, rows[i], dlogprob[i], e, to_bf16, out);
     if (to_bf16) std::fill_n((uint16_t*)out + V, std::min(V, DEPTH - 1), uint16_t(0));
+  }
+}
+
+// Of rows i with on[i], the elements of a sampled backward pass (rlplus/loss/backends/sampled.py) go to token, w, logp
+// and, with a cap, slope (n, capacity), and the rest to drawn (n,). uniform (n,) in [0, 1); rows: of row_statistics.
+void rlplus_draw(const float* z, const float* bias, const int64_t* target, int64_t n, int64_t V,
+                 const float* inv_temperature, float cap, const Row* rows, const uint8_t* on, const float* uniform,
+                 double threshold, int64_t most, int64_t capacity, int32_t* token, float* w, float* logp, float* slope,
+                 Drawn* drawn, int threads) {
+#pragma omp parallel for num_threads(threads) schedule(dynamic)
+  for (int64_t i = 0; i < n; ++i) {
+    drawn[i] = Drawn{0, 0, 0.f, 0.f, 1.f};
+    if (!on[i] || !std::isfinite(rows[i].entropy)) continue;
+    const int64_t first = i * capacity;
+    const Kept kept{token + first, w + first, logp + first, slope ? slope + first : nullptr, capacity};
+    draw_one(z + i * V, bias, V, target[i], inv_temperature[i], cap, rows[i], uniform[i], threshold, most, kept, drawn + i);
   }
 }
 

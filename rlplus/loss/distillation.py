@@ -10,8 +10,9 @@ from rlplus.loss.backends import reference
 from rlplus.loss.backends.selection import backend_for, is_automatic, resolve_backend
 from rlplus.loss.divergence import beta_of, check_topk
 from rlplus.loss.head import Head
+from rlplus.loss.head_arguments import check_plain, make_head
 from rlplus.loss.inputs import check_tensor, check_weight, describe
-from rlplus.loss.operations import bytes_of_scratch, check_plain, make_head
+from rlplus.loss.operations import bytes_of_scratch
 
 BACKENDS = ("reference", *library.DIVERGENCES)
 

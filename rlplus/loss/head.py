@@ -21,6 +21,7 @@ class Head(NamedTuple):
 
     group: the name of a process group whose ranks have the rows of weight and bias, in the order of ranks; "": whole.
     kept_offsets (N + 1,), kept_tokens (K,) int64 or None: `rlplus.loss.backends.kept_tokens` has them, no backend has.
+    uniform (N,) in [0, 1), fp32, or None: the backward pass is sampled by these, with `threshold`; else it is exact.
     """
 
     hidden: Tensor
@@ -33,6 +34,8 @@ class Head(NamedTuple):
     group: str = ""
     kept_offsets: Tensor | None = None
     kept_tokens: Tensor | None = None
+    uniform: Tensor | None = None
+    threshold: float = 0.0
 
     @property
     def dtype(self) -> torch.dtype:
@@ -57,8 +60,8 @@ class Head(NamedTuple):
     def rows(self, which: slice | Tensor) -> "Head":
         """The head of those rows alone."""
         assert self.kept_offsets is None
-        own = None if self.row_temperature is None else self.row_temperature[which]
-        return self._replace(hidden=self.hidden[which], target=self.target[which], row_temperature=own)
+        own, uniform = (None if x is None else x[which] for x in (self.row_temperature, self.uniform))
+        return self._replace(hidden=self.hidden[which], target=self.target[which], row_temperature=own, uniform=uniform)
 
     @property
     def divisor(self) -> float | Tensor:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from rlplus.loss import MISMATCH_STATS, STATS, Objective, TokenConstants
-from rlplus.loss.backends import kept_tokens, least
+from rlplus.loss.backends import kept_tokens, least, sampled
 from rlplus.loss.cost import faster_memory
 from rlplus.loss.divergence import check_topk
 from rlplus.loss.faults import advising
@@ -32,6 +32,7 @@ MODULES = {  # in rlplus.loss.backends, `reference` apart: policy_loss, logprob,
 }
 
 
+DRAWS = {"torch": "chunked", "cpp": "cpp_draws", "triton": "triton_draws"}  # the same: draws
 DIVERGENCES = {"torch": "chunked", "triton": "divergence_chunks"}  # modules of rlplus.loss.backends: divergence
 
 
@@ -96,6 +97,12 @@ def _shards(head: Head, backend: str, scratch_bytes: float, *rest: Any) -> Any:
     return sharded().meet(head, implementation(backend), scratch_bytes, *rest) if head.group else None
 
 
+def stats_of(head: Head, constants: TokenConstants) -> tuple[str, ...]:
+    """The names of the statistics of a policy loss."""
+    mismatch = () if constants.engine_logprob is None else MISMATCH_STATS
+    return *STATS, *mismatch, *(() if head.uniform is None else sampled.SAMPLED_STATS)
+
+
 _POLICY = f"bool[] needs, {schema(Head, TokenConstants, Objective, Options)}) -> ({', '.join(['Tensor'] * 7)})"
 
 
@@ -134,6 +141,10 @@ def _policy_loss(weight_grad: Tensor | None, needs: Sequence[bool], *arguments: 
     def whole(head: Head, constants: TokenConstants, *where: Any) -> Any:
         if shards is not None:
             return sharded().policy_loss(blocks, shards, head, constants, objective, options.grad_filter, *where)
+        if head.uniform is not None:
+            return sampled.policy_loss(
+                implementation(DRAWS[options.backend]), head, constants, objective, options.scratch_bytes, *where
+            )
         inputs = (head, constants, objective, options.grad_filter, options.scratch_bytes, *where)
         if memory == "least":
             return least.policy_loss(blocks, *inputs)
@@ -146,10 +157,10 @@ def _policy_loss(weight_grad: Tensor | None, needs: Sequence[bool], *arguments: 
         return kept_tokens.policy_loss(whole, *inputs)
 
     with full_precision(head.hidden.device), advising(options.backend):
-        return _in_one_dtype(compute, head, list(needs), weight_grad)
+        return in_one_dtype(compute, head, list(needs), weight_grad)
 
 
-def _in_one_dtype(
+def in_one_dtype(
     compute: Callable[..., tuple[Any, ...]], head: Head, needs: list[bool], weight_grad: Tensor | None
 ) -> tuple[Tensor, ...]:
     """compute(head, needs, weight_grad) -> (..., gradients), of the rounded head; dbias in the accumulation dtype.
@@ -168,17 +179,17 @@ def _in_one_dtype(
 
 def _empty_policy_loss(needs: Sequence[bool], *arguments: Any) -> tuple[Tensor, ...]:
     head, constants, *_ = unpack(arguments, Head, TokenConstants)
-    stats = STATS if constants.engine_logprob is None else STATS + MISMATCH_STATS
+    stats = stats_of(head, constants)
     rows = (head.hidden.new_empty(len(head.target), dtype=head.dtype) for _ in range(2))
     loss, sums = (head.hidden.new_empty(shape, dtype=head.dtype) for shape in ((), len(stats)))
-    return loss, *rows, sums, *_empty_gradients(head, needs)
+    return loss, *rows, sums, *empty_gradients(head, needs)
 
 
 linear_policy_loss.register_fake(_empty_policy_loss)
 linear_policy_loss_into.register_fake(lambda weight_grad, *rest: _empty_policy_loss(*rest))
 
 
-def _empty_gradients(head: Head, needs: Sequence[bool]) -> tuple[Tensor, ...]:
+def empty_gradients(head: Head, needs: Sequence[bool]) -> tuple[Tensor, ...]:
     likes = (head.hidden, head.weight, head.weight[:, 0] if head.bias is None else head.bias)
     return tuple(x.new_empty(x.shape if need else (0,)) for x, need in zip(likes, needs, strict=True))
 
@@ -200,7 +211,7 @@ def linear_divergence(needs: Sequence[bool], *arguments: Any) -> tuple[Tensor, .
         )
 
     with full_precision(head.hidden.device), advising(backend):
-        values, *gradients = _in_one_dtype(compute, head, list(needs), None)
+        values, *gradients = in_one_dtype(compute, head, list(needs), None)
     return weighted_sum(weights, values), values, *gradients
 
 
@@ -220,7 +231,7 @@ def linear_topk_divergence(needs: Sequence[bool], *arguments: Any) -> tuple[Tens
         return implementation("torch").topk_divergence(head, tokens, logprobs, weights, *rest, *where)
 
     with full_precision(head.hidden.device), advising("torch"):
-        values, *gradients = _in_one_dtype(compute, head, list(needs), None)
+        values, *gradients = in_one_dtype(compute, head, list(needs), None)
     return weighted_sum(weights, values), values, *gradients
 
 
@@ -229,7 +240,7 @@ def linear_topk_divergence(needs: Sequence[bool], *arguments: Any) -> tuple[Tens
 def _(needs, *arguments):  # type: ignore[no-untyped-def]
     head, *_ = unpack(arguments, Head)
     loss, rows = (head.hidden.new_empty(shape, dtype=head.dtype) for shape in ((), len(head.target)))
-    return loss, rows, *_empty_gradients(head, needs)
+    return loss, rows, *empty_gradients(head, needs)
 
 
 def weighted_sum(weights: Tensor, values: Tensor) -> Tensor:
@@ -343,13 +354,13 @@ def linear_logprob_backward(dlogprob: Tensor, dentropy: Tensor, *arguments: Any)
         return (kept_tokens.logprob_backward(whole, head, dlogprob, dentropy, scratch_bytes, *where),)
 
     with full_precision(head.hidden.device), advising(backend):
-        return _in_one_dtype(compute, head, list(needs), None)  # type: ignore[return-value]
+        return in_one_dtype(compute, head, list(needs), None)  # type: ignore[return-value]
 
 
 @linear_logprob_backward.register_fake
 def _(dlogprob, dentropy, *arguments):  # type: ignore[no-untyped-def]
     head, *_, needs = unpack(arguments, Head)
-    return _empty_gradients(head, needs)
+    return empty_gradients(head, needs)
 
 
 def _keep_inputs(ctx: Any, inputs: tuple, output: tuple) -> None:

@@ -8,20 +8,20 @@ import torch
 from torch import Tensor, nn
 
 from rlplus.errors import hint
-from rlplus.loss import MISMATCH_STATS, STATS, Objective, TokenConstants, library
+from rlplus.loss import Objective, TokenConstants, library, sampled_library
 from rlplus.loss.backends import reference
 from rlplus.loss.backends.selection import BACKENDS, backend_for
+from rlplus.loss.backward_pass import THRESHOLD, Backward, with_draws
 from rlplus.loss.causal_lm import head_of
 from rlplus.loss.head import Head
-from rlplus.loss.inputs import check_constants, check_tensor, describe, objective_of
+from rlplus.loss.head_arguments import make_head
+from rlplus.loss.inputs import check_constants, check_tensor, objective_of
 from rlplus.loss.op_arguments import Options, pack
 from rlplus.loss.tuning import use_tuning
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
-SUMMED = ", with grad_placements=[Partial()] where ranks have tokens of their own: their gradients add up"
 MAX_SCRATCH_MB = {"fast": 1250.0, "least": 80.0}  # keys: `memory`
 
 
@@ -56,6 +56,9 @@ def linear_policy_loss(
     logit_softcap: float | None = None,
     temperature: float | Tensor = 1.0,
     objective: Objective | str | None = None,
+    backward: Backward = "auto",
+    threshold: float = THRESHOLD,
+    seed: int | None = None,
     grad_filter: float = 0.0,
     max_scratch_mb: float | None = None,
     memory: str | None = None,
@@ -139,6 +142,11 @@ def linear_policy_loss(
             raise ValueError(
                 "backend 'reference' keeps the full logits: it takes no memory='least', weight_grad or split head"
             )
+        head = with_draws(head, backward, threshold, seed, backend)
+        if head.uniform is not None and grad_filter:
+            raise ValueError(f"want grad_filter 0 with backward 'sampled'; got {grad_filter}")
+        if head.uniform is not None and memory == "least":
+            raise ValueError("want memory 'fast' or None with backward 'sampled'; got 'least'")
     if backend == "reference":
         weighted, _ = library.check_policy_rows(head, constants, objective)
         library.check_targets(head, len(head.weight), weighted)
@@ -159,6 +167,9 @@ def linear_logprob(
     logit_softcap: float | None = None,
     temperature: float | Tensor = 1.0,
     max_scratch_mb: float | None = None,
+    backward: Backward = "auto",
+    threshold: float = THRESHOLD,
+    seed: int | None = None,
     kept: tuple[Tensor, Tensor] | None = None,
     group: "ProcessGroup | None" = None,
     backend: str = "auto",
@@ -167,7 +178,8 @@ def linear_logprob(
 
     hidden (..., H), weight (V, H), bias (V,) or None; target (...) int64 or int32 in [0, V), or -100: there the logprob
     is 0 and has no gradient, and the temperature may be anything. Logits, temperature, dtypes, options and errors as in
-    `linear_policy_loss`.
+    `linear_policy_loss`. With backward "exact" the backward pass computes the logits again, in four GEMMs together;
+    with "sampled" the forward pass keeps what it needs, in one.
     """
     with _telling(group, weight, hidden, target):
         head = make_head(hidden, weight, target, bias, (logit_scale, logit_softcap, temperature), group, kept)
@@ -175,9 +187,14 @@ def linear_logprob(
         backend = backend_for(backend, head.whole_vocabulary(), scratch)
         if backend == "reference" and head.group:
             raise ValueError("backend 'reference' keeps the full logits: it takes no split head")
+        differentiated = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in head[:3])
+        if differentiated:
+            head = with_draws(head, backward, threshold, seed, backend)
     if backend == "reference":
         library.check_targets(head, len(head.weight), library.check_logprob_rows(head))
         logprob, entropy = reference.logprob_and_entropy(head)
+    elif head.uniform is not None:
+        logprob, entropy, *_ = sampled_library.sampled_logprob(*head, scratch, backend)
     else:
         logprob, entropy = library.linear_logprob(*head, scratch, backend)
     return logprob.masked_fill(head.target == library.IGNORED, 0.0).view(target.shape), entropy.view(target.shape)
@@ -194,7 +211,7 @@ class RLPlusLoss(nn.Module):
         super().__init__()
         self.objective = objective_of(objective)
         transform, memory = ("logit_scale", "logit_softcap", "temperature"), ("max_scratch_mb", "memory")
-        known = (*transform, "grad_filter", *memory, "group", "backend")
+        known = (*transform, "backward", "threshold", "seed", "grad_filter", *memory, "group", "backend")
         for name in options:
             if name not in known:
                 raise ValueError(f"want options among {', '.join(known)}; got {name!r}{hint(name, known)}")
@@ -226,8 +243,7 @@ def _fused_policy_loss(
         else:
             loss, logprob, entropy, sums, *gradients = library.linear_policy_loss_into(weight_grad, needs, *arguments)
     loss = library.attach_gradients(loss, *differentiable, *gradients, options.backend == "triton")
-    names = STATS if constants.engine_logprob is None else STATS + MISMATCH_STATS
-    return loss, logprob, entropy, dict(zip(names, sums.unbind(), strict=True))
+    return loss, logprob, entropy, dict(zip(library.stats_of(head, constants), sums.unbind(), strict=True))
 
 
 def _check_options(
@@ -264,56 +280,6 @@ def bytes_of_scratch(max_scratch_mb: float | None, way: str) -> float:
     return mb * 1e6
 
 
-def make_head(
-    hidden: Tensor,
-    weight: Tensor,
-    target: Tensor,
-    bias: Tensor | None,
-    numbers: tuple[float, float | None, float | Tensor],
-    group: "ProcessGroup | None",
-    kept: tuple[Tensor, Tensor] | None = None,
-) -> Head:
-    """numbers: logit_scale, logit_softcap, temperature. A `Head` has temperature / scale and softcap / temperature.
-
-    A temperature per token is the head's row_temperature, and the other one is 1.
-    """
-    weight, bias, group_name = _own_rows(weight, bias, group)
-    check_plain(hidden=hidden, weight=weight, target=target, bias=bias)
-    tensors = isinstance(hidden, Tensor) and isinstance(weight, Tensor)
-    some = tensors and (weight.numel() > 0 or (group_name and weight.ndim == 2 and weight.shape[1] > 0))
-    if not some or hidden.ndim < 1 or weight.ndim != 2 or hidden.shape[-1] != weight.shape[1]:
-        raise ValueError(
-            f"want hidden (..., H) and weight (V, H), H > 0, V > 0; got {describe(hidden)} and {describe(weight)}"
-        )
-    if not {hidden.dtype, weight.dtype} <= set(DTYPES) or weight.device != hidden.device:
-        raise ValueError(
-            "want hidden and weight of bf16, fp16, fp32 or fp64 and of one device; "
-            f"got {describe(hidden)}, {describe(weight)}"
-        )
-    if isinstance(target, Tensor) and target.dtype == torch.int32:
-        target = target.long()
-    check_tensor("target", target, (hidden.shape[:-1], hidden.device), dtype=torch.int64)
-    if bias is not None:
-        check_tensor("bias", bias, (weight.shape[:1], hidden.device))
-    scale, softcap, temperature = numbers
-    rows: Tensor | None = None
-    if isinstance(temperature, Tensor) and temperature.ndim == 0 and temperature.device.type == "cpu":
-        temperature = temperature.item()
-    elif isinstance(temperature, Tensor):
-        rows, temperature = _row_temperature(temperature, hidden), 1.0
-    # Comparisons only: a number that changes is a symbol to torch.compile, which math.isfinite cannot take.
-    for name, value in {"logit_scale": scale, "logit_softcap": softcap, "temperature": temperature}.items():
-        optional = name == "logit_softcap" and value is None
-        if not (optional or (isinstance(value, int | float) and 0 < value < inf)):
-            got = describe(value) if isinstance(value, Tensor) else repr(value)
-            raise ValueError(f"want {name} a finite number > 0; got {got}")
-    return Head(
-        hidden.reshape(-1, hidden.shape[-1]), weight, bias, target.reshape(-1),
-        float(temperature / scale), None if softcap is None else float(softcap / temperature), rows, group_name,
-        *_kept(kept, target, group_name),
-    )  # fmt: skip
-
-
 def _telling(group: Any, weight: Any, *others: Any) -> AbstractContextManager[None]:
     """Tell the other ranks of a split head about an error here: else they would wait for this one."""
     if torch.compiler.is_compiling():
@@ -324,61 +290,6 @@ def _telling(group: Any, weight: Any, *others: Any) -> AbstractContextManager[No
     if not hasattr(group, "group_name") or not devices:
         return nullcontext()
     return library.sharded().telling(group.group_name, devices[0])
-
-
-def _kept(kept: Any, target: Tensor, group: str) -> tuple[Tensor | None, Tensor | None]:
-    """offsets and tokens, int64."""
-    if kept is None:
-        return None, None
-    if group:
-        raise ValueError("want kept None with a head that is split over ranks")
-    if not (isinstance(kept, tuple | list) and len(kept) == 2 and all(isinstance(x, Tensor) for x in kept)):
-        raise ValueError(f"want kept a pair of tensors, offsets and tokens; got {describe(kept)}")
-    offsets, tokens = (x.long() if x.dtype == torch.int32 else x for x in kept)
-    for name, tensor, length in (("offsets", offsets, target.numel() + 1), ("tokens", tokens, tokens.numel())):
-        check_tensor(f"kept {name}", tensor, (torch.Size([length]), target.device), dtype=torch.int64)
-    return offsets, tokens
-
-
-def _own_rows(weight: Any, bias: Any, group: Any) -> tuple[Tensor, Tensor | None, str]:
-    """This rank's rows of a split head, and the name of the group that has it; "" with a whole head."""
-    if hasattr(weight, "full_tensor"):
-        from torch.distributed.tensor import Shard
-
-        place = weight.placements[0] if len(weight.placements) == 1 else None
-        if type(place) is not Shard or place.dim != 0 or group is not None:
-            also = "" if group is None else ", and no group beside it"
-            raise ValueError(
-                f"want weight a plain tensor, or a DTensor of one mesh dimension, Shard(0){also}; got a DTensor, "
-                f"{describe(weight)}, {weight.placements}: weight.full_tensor() is plain{SUMMED}"
-            )
-        if bias is not None and getattr(bias, "placements", None) != weight.placements:
-            got = f"{describe(bias)}, {getattr(bias, 'placements', 'a plain tensor')}"
-            raise ValueError(f"want bias split as weight is, a DTensor, {weight.placements}; got {got}")
-        group = weight.device_mesh.get_group()
-        weight, bias = weight.to_local(), None if bias is None else bias.to_local()
-    if group is None:
-        return weight, bias, ""
-    if not hasattr(group, "group_name"):
-        raise ValueError(f"want group a process group that this rank belongs to; got {group!r}")
-    return weight, bias, group.group_name
-
-
-def check_plain(**inputs: Any) -> None:
-    for name, value in inputs.items():
-        if hasattr(value, "full_tensor"):
-            raise ValueError(
-                f"want {name} a plain tensor; got a DTensor, {describe(value)}, {value.placements}: pass "
-                f"{name}.full_tensor(){SUMMED}, or call in the forward pass of a module whose parameters FSDP gathered"
-            )
-
-
-def _row_temperature(temperature: Tensor, hidden: Tensor) -> Tensor:
-    """One temperature per row of a `Head`; a 0-d tensor on a device is expanded: reading it would wait."""
-    shape = hidden.shape[:-1]
-    each = temperature.expand(shape) if temperature.ndim == 0 else temperature
-    check_tensor("temperature", each, (shape, hidden.device))
-    return each.detach().reshape(-1).to(torch.promote_types(hidden.dtype, torch.float32))
 
 
 __all__ = [

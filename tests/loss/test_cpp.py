@@ -269,13 +269,13 @@ def test_a_chunk_has_as_many_rows_as_its_gemms_want(
 ) -> None:
     """Every GEMM over a chunk packs the whole weight."""
     rows: list[int] = []
-    original = cpp._logits
+    original = cpp.fill_logits
 
     def counted(head: Head, gemm: Any, z: Tensor) -> Tensor:
         rows.append(len(z))
         return original(head, gemm, z)
 
-    monkeypatch.setattr(cpp, "_logits", counted)
+    monkeypatch.setattr(cpp, "fill_logits", counted)
     head, _ = sample(2048 + 7, V=5, H=2, dtype=dtype)
     linear_logprob(head["hidden"], head["weight"], head["target"], backend="cpp")
     assert rows == chunks

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from rlplus.loss import MISMATCH_STATS, STATS, Objective, TokenConstants, token_loss
+from rlplus.loss.backends.sampled import MOST, Drawn
 from rlplus.loss.divergence import teacher_classes, value_and_gradient
 from rlplus.loss.head import (
     FLOOR,
@@ -164,8 +165,13 @@ def _chunks(head: Head, scratch_bytes: float) -> Iterator[slice]:
     row = V * scratch_per_logit(*head.logits)
     if head.hidden.is_cuda:
         row += 2 * H * (head.hidden.dtype.itemsize + head.dtype.itemsize)
-    rows = max(1, int(scratch_bytes // row))
-    return (slice(start, min(start + rows, N)) for start in range(0, N, rows))
+    return _slices(N, scratch_bytes / row)
+
+
+def _slices(N: int, rows: float) -> Iterator[slice]:
+    """About so many of N rows at a time."""
+    size = max(1, int(rows))
+    return (slice(start, min(start + size, N)) for start in range(0, N, size))
 
 
 def _statistics(head: Head, rows: slice, gradient: bool) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
@@ -303,6 +309,43 @@ def _row_gradient(
         own += bonus * (logprob + entropy[:, None]) * p.gather(1, at)
         dz = logp.add_(entropy[:, None]).mul_(bonus).sub_(c[:, None]).mul_(p)
     return dz.scatter_(1, at, torch.where(here[:, None], own, dz.gather(1, at)))
+
+
+# ---- a draw, for rlplus.loss.backends.sampled
+
+
+def draws(head: Head, on: Tensor, scratch_bytes: float) -> Iterator[tuple[slice, Drawn]]:
+    """As `sampled.Drawer` has it."""
+    # log p and p, and the running sums of a row in fp64 with what compares them.
+    row = len(head.weight) * (scratch_per_logit(*head.logits) + 2 * 8 + 3)
+    for rows in _slices(len(head.target), scratch_bytes / row):
+        yield rows, _draw(head.rows(rows), on[rows])
+
+
+def _draw(head: Head, on: Tensor) -> Drawn:
+    assert head.uniform is not None
+    threshold = head.threshold
+    logp, memory, logprob, entropy, slope = _statistics(head, slice(None), gradient=True)
+    p = torch.exp(logp, out=memory)
+    on, known = on & entropy.isfinite(), (head.target >= 0) & (head.target < p.shape[1])
+    at = head.target.where(known, 0)[:, None]
+    p.scatter_(1, at, torch.where(known[:, None], 0.0, p.gather(1, at)))
+    small = p < threshold
+    many = (~small).sum(1) + p.masked_fill(~small, 0.0).sum(1, dtype=torch.float64) / threshold
+    flat = on & (many > MOST)
+    level = torch.where(flat, max(threshold, 1 / MOST), threshold).double()[:, None]
+    small = p < level
+    tail = p.masked_fill(~small, 0.0)
+    steps = tail.cumsum(1, dtype=torch.float64).add_(head.uniform[:, None] * level).div_(level).floor_()
+    kept = ~small
+    kept[:, 0] |= steps[:, 0] > 0
+    kept[:, 1:] |= steps[:, 1:] > steps[:, :-1]
+    row, token = kept.logical_and_(on[:, None]).nonzero(as_tuple=True)
+    w = torch.where(small[row, token], level.to(p.dtype)[row, 0], p[row, token])
+    variance = (tail * (level.to(p.dtype) - tail)).sum(1)
+    square = torch.expm1(logprob.nan_to_num(0.0)) ** 2 + (p * p).sum(1)
+    of_cap, of_own = (None, None) if slope is None else (slope[row, token], slope.gather(1, at).squeeze(1))
+    return Drawn(logprob, entropy, row, token, w, logp[row, token], of_cap, of_own, variance, square, flat)
 
 
 # ---- a block of the vocabulary, for rlplus.loss.backends.least

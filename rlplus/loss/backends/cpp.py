@@ -36,7 +36,7 @@ from rlplus.loss.head import (
 logger = logging.getLogger(__name__)
 
 LIBRARY = Path(__file__).parents[2] / "_C.so"
-FUNCTIONS = ("row_statistics", "row_gradient", "logits_bf16", "dweight_bf16", "may_be_reclaimed", "interface_4")
+FUNCTIONS = ("row_statistics", "row_gradient", "logits_bf16", "dweight_bf16", "may_be_reclaimed", "draw", "interface_5")
 CHUNK_ROWS = {torch.float32: 2048, torch.bfloat16: 512, torch.float16: 2048}  # the tiles of bf16 are made for 512
 DTYPES = tuple(CHUNK_ROWS)
 PACKED_BYTES = 2**18  # bytes of weight at a time, for the bf16 GEMM: half of a second-level cache
@@ -153,18 +153,16 @@ class _OnePass:
     def __init__(self, head: Head, scratch_bytes: float, needs: list[bool], weight_grad: Tensor | None = None) -> None:
         N, V = len(head.target), len(head.weight)
         rows = max(1, min(N, CHUNK_ROWS[head.hidden.dtype], int(scratch_bytes // (4 * V))))
-        self.library, self.weight_grad = _library(), weight_grad
-        self.head = head._replace(
-            hidden=_dense(head.hidden), weight=_dense(head.weight), target=head.target.contiguous()
-        )
-        self.bias = _bias(head)
-        self.gemm = _gemm(head)
+        self.library, self.weight_grad = native(), weight_grad
+        self.head = head._replace(hidden=dense(head.hidden), weight=dense(head.weight), target=head.target.contiguous())
+        self.bias = wide_bias(head)
+        self.gemm = gemm_of(head)
         self.needs = [needs[0], needs[1] or weight_grad is not None, needs[2]]
         # Not dweight: its first term is written, not added to zeros.
         self.grads = Gradients.zeros(head, [needs[0], False, needs[2]])
         shape = head.weight.shape if self.needs[1] else torch.Size([0])
         own = shape.numel() if self.gemm and weight_grad is None else 0
-        self.scratch = _take_scratch(rows * V + own)
+        self.scratch = take_scratch(rows * V + own)
         self.buffer = self.scratch[: rows * V].view(rows, V)
         # dweight of bf16 inputs accumulates in fp32 and is rounded into this buffer.
         self.rounded = head.hidden.new_empty(shape if own else (0,))
@@ -187,8 +185,8 @@ class _OnePass:
             part = slice(start, min(N, start + rows - filled))
             z = self.buffer[filled : filled + part.stop - start]
             head = self.head.rows(part)
-            _logits(head, self.gemm, z)
-            statistics = _row_statistics(z, head, self.bias)
+            fill_logits(head, self.gemm, z)
+            statistics = row_statistics(z, head, self.bias)
             self.logprob[part], self.entropy[part] = statistics[:, 2], statistics[:, 3]
             if slopes is not None:
                 slope = slopes(part, self.logprob[part], self.entropy[part])
@@ -197,8 +195,8 @@ class _OnePass:
             start = part.stop
         if any(self.needs):
             self._multiply(last=True)
-        self.library.rlplus_may_be_reclaimed(_pointer(self.scratch), _size(self.scratch.nbytes))
-        _kept[:] = [self.scratch]
+        self.library.rlplus_may_be_reclaimed(pointer(self.scratch), int64(self.scratch.nbytes))
+        kept_scratch[:] = [self.scratch]
 
     def finish(self) -> tuple[Tensor, Tensor, Tensor]:
         dweight = self.dweight if self.gemm is None else self.rounded
@@ -238,58 +236,58 @@ class _OnePass:
         n = len(hidden)
         depth = max(1, -(-n // DEPTH_STEP)) * DEPTH_STEP
         self.library.rlplus_dweight_bf16(
-            *self.gemm, _pointer(dz), _size(dz.stride(0)), _pointer(hidden), _size(n), _size(depth),
-            *map(_size, reversed(self.head.weight.shape)), _pointer(self.dweight), _pointer(self.rounded),
-            *map(_size, (GRADIENT_COLUMNS, PANEL_ROWS, GRADIENT_WIDTH)), int(first), int(last), torch.get_num_threads(),
+            *self.gemm, pointer(dz), int64(dz.stride(0)), pointer(hidden), int64(n), int64(depth),
+            *map(int64, reversed(self.head.weight.shape)), pointer(self.dweight), pointer(self.rounded),
+            *map(int64, (GRADIENT_COLUMNS, PANEL_ROWS, GRADIENT_WIDTH)), int(first), int(last), torch.get_num_threads(),
         )  # fmt: skip
 
 
-def _library() -> ctypes.CDLL:
+def native() -> ctypes.CDLL:
     library = load()
     assert library is not None, "`choose` has checked that the library is there"
     return library
 
 
-def _gemm(head: Head) -> tuple[ctypes.c_void_p, ctypes.c_void_p] | None:
+def gemm_of(head: Head) -> tuple[ctypes.c_void_p, ctypes.c_void_p] | None:
     """The GEMM for these inputs; None where they are multiplied in fp32."""
     if head.hidden.dtype != torch.bfloat16 or head.hidden.shape[1] % 2 or (gemm := _torch_gemm()) is None:
         return None
     # Asked every time: torch.backends.mkldnn can be switched off, as DNNL_MAX_CPU_ISA can.
-    return gemm if _library().rlplus_gemm_works(*gemm) else None
+    return gemm if native().rlplus_gemm_works(*gemm) else None
 
 
-def _logits(head: Head, gemm: tuple[ctypes.c_void_p, ctypes.c_void_p] | None, z: Tensor) -> Tensor:
-    """Written to z (n, V); hidden and weight `_dense` where a GEMM is given."""
+def fill_logits(head: Head, gemm: tuple[ctypes.c_void_p, ctypes.c_void_p] | None, z: Tensor) -> Tensor:
+    """Written to z (n, V); hidden and weight `dense` where a GEMM is given."""
     if gemm is None:
         return logits_into(head, z)
     hidden, weight = head.hidden, head.weight
     V, H = weight.shape
     columns = max(32, min(256, PACKED_BYTES // (2 * H) // 32 * 32))
-    _library().rlplus_logits_bf16(
-        *gemm, _pointer(hidden), _size(hidden.stride(0)), _pointer(weight), _size(weight.stride(0)),
-        _size(len(hidden)), _size(H), _size(V), _pointer(z), _size(columns), _size(PANEL_ROWS),
+    native().rlplus_logits_bf16(
+        *gemm, pointer(hidden), int64(hidden.stride(0)), pointer(weight), int64(weight.stride(0)),
+        int64(len(hidden)), int64(H), int64(V), pointer(z), int64(columns), int64(PANEL_ROWS),
         torch.get_num_threads(),
     )  # fmt: skip
     return z
 
 
-def _cap(head: Head) -> ctypes.c_float:
+def cap_of(head: Head) -> ctypes.c_float:
     """The bound of z + bias; the softcap bounds (z + bias) / temperature."""
     return ctypes.c_float(0 if head.softcap is None else head.softcap * head.temperature)
 
 
-def _inverse(head: Head) -> Tensor:
+def inverse_temperature(head: Head) -> Tensor:
     """1 / temperature (n,), fp32, of each row."""
     inverse = torch.full((len(head.target),), 1 / head.temperature, dtype=torch.float32)
     return inverse if head.row_temperature is None else inverse / head.row_temperature
 
 
-def _row_statistics(z: Tensor, head: Head, bias: Tensor | None) -> Tensor:
+def row_statistics(z: Tensor, head: Head, bias: Tensor | None) -> Tensor:
     """(n, 4): max of z + bias, capped, sum of exponentials without the largest, logprob, entropy; bias fp32."""
-    out, inverse = z.new_empty(len(z), 4), _inverse(head)
-    _library().rlplus_row_statistics(
-        _pointer(z), _pointer(bias), _pointer(head.target), _size(len(z)), _size(z.shape[1]),
-        _pointer(inverse), _cap(head), _pointer(out), torch.get_num_threads(),
+    out, inverse = z.new_empty(len(z), 4), inverse_temperature(head)
+    native().rlplus_row_statistics(
+        pointer(z), pointer(bias), pointer(head.target), int64(len(z)), int64(z.shape[1]),
+        pointer(inverse), cap_of(head), pointer(out), torch.get_num_threads(),
     )  # fmt: skip
     return out
 
@@ -303,10 +301,10 @@ def _row_gradient(
     DEPTH - 1 zeros follow a bf16 row, as far as its memory has room.
     """
     dlogprob, dentropy = dlogprob.contiguous(), None if dentropy is None else dentropy.contiguous()
-    inverse = _inverse(head)
-    _library().rlplus_row_gradient(
-        _pointer(z), _pointer(bias), _pointer(source), _size(len(source)), _size(z.shape[1]), _pointer(head.target),
-        _pointer(inverse), _cap(head), _pointer(statistics), _pointer(dlogprob), _pointer(dentropy),
+    inverse = inverse_temperature(head)
+    native().rlplus_row_gradient(
+        pointer(z), pointer(bias), pointer(source), int64(len(source)), int64(z.shape[1]), pointer(head.target),
+        pointer(inverse), cap_of(head), pointer(statistics), pointer(dlogprob), pointer(dentropy),
         int(narrow), torch.get_num_threads(),
     )  # fmt: skip
 
@@ -322,12 +320,13 @@ def scratch_per_logit(dtype: torch.dtype, device: str, capped: bool = False) -> 
 
 
 def block_logits(head: Head) -> Tensor:
-    head = head._replace(hidden=_dense(head.hidden), weight=_dense(head.weight))
-    return _logits(head, _gemm(head), head.hidden.new_empty(len(head.hidden), len(head.weight), dtype=torch.float32))
+    head = head._replace(hidden=dense(head.hidden), weight=dense(head.weight))
+    z = head.hidden.new_empty(len(head.hidden), len(head.weight), dtype=torch.float32)
+    return fill_logits(head, gemm_of(head), z)
 
 
 def block_statistics(head: Head, z: Tensor) -> Statistics:
-    top, rest, logprob, entropy = _row_statistics(z, head, _bias(head)).unbind(1)
+    top, rest, logprob, entropy = row_statistics(z, head, wide_bias(head)).unbind(1)
     return Statistics(top / head.divisor, rest.log1p(), logprob, entropy)
 
 
@@ -341,8 +340,8 @@ def known_rows(head: Head, rows: Statistics, dlogprob: Tensor, dentropy: Tensor 
 
 
 def block_gradient(head: Head, z: Tensor, known: tuple[Any, ...]) -> Tensor:
-    narrow, (source, statistics, dlogprob, dentropy) = _gemm(head) is not None, known
-    _row_gradient(z, source, head, _bias(head), statistics, dlogprob, dentropy, narrow)
+    narrow, (source, statistics, dlogprob, dentropy) = gemm_of(head) is not None, known
+    _row_gradient(z, source, head, wide_bias(head), statistics, dlogprob, dentropy, narrow)
     return z.view(torch.bfloat16)[:, : z.shape[1]] if narrow else z
 
 
@@ -359,21 +358,21 @@ def _dhidden(dz: Tensor, head: Head) -> Tensor:
     return torch.mm(dz if V >= DEPTH - 1 else torch.nn.functional.pad(dz, (0, DEPTH - V))[:, :V], head.weight)
 
 
-def _bias(head: Head) -> Tensor | None:
+def wide_bias(head: Head) -> Tensor | None:
     return None if head.bias is None else head.bias.to(torch.float32).contiguous()
 
 
-_kept: list[Tensor] = []
+kept_scratch: list[Tensor] = []
 
 
-def _take_scratch(size: int) -> Tensor:
+def take_scratch(size: int) -> Tensor:
     """Uninitialised fp32 memory, an earlier call's if it is large enough.
 
     The first touch of fresh memory would take a tenth of a bf16 pass. Memory kept between calls is marked MADV_FREE, so
     the operating system can reclaim it.
     """
     try:
-        kept = _kept.pop()  # taken out while in use: calls may run in several threads
+        kept = kept_scratch.pop()  # taken out while in use: calls may run in several threads
     except IndexError:
         return torch.empty(size, dtype=torch.float32, device="cpu")
     return kept if len(kept) >= size else torch.empty(size, dtype=torch.float32, device="cpu")
@@ -387,13 +386,13 @@ def _slots(active: Tensor) -> Tensor:
     return slots
 
 
-def _dense(matrix: Tensor) -> Tensor:
+def dense(matrix: Tensor) -> Tensor:
     """Rows without gaps between elements, starting at even offsets: the kernels read bf16 in pairs."""
     return matrix if matrix.stride(1) == 1 and matrix.stride(0) % 2 == 0 else matrix.contiguous()
 
 
-def _pointer(tensor: Tensor | None) -> ctypes.c_void_p:
+def pointer(tensor: Tensor | None) -> ctypes.c_void_p:
     return ctypes.c_void_p(None if tensor is None else tensor.data_ptr())
 
 
-_size = ctypes.c_int64
+int64 = ctypes.c_int64

@@ -77,9 +77,9 @@ def policy_loss(
     sums = [logprob.new_zeros(1, token_kernels.SUMS.value)]
     grads = _Gradients(head, needs, fp16_weights(constants, objective), weight_grad)
     with on_device(head.hidden.device):
-        for which, differentiated in _sets(may_have_gradient(constants, objective), gradient):
+        for which, differentiated in sets(may_have_gradient(constants, objective), gradient):
             way = way_of(head, differentiated, bonus=objective.entropy_coef != 0)
-            work = _Work(head, way, which, scratch_bytes, copies=1 + (grad_filter > 0))
+            work = Work(head, way, which, scratch_bytes, copies=1 + (grad_filter > 0))
             for rows, part, values in work.chunks():
                 sums.append(token_kernels.token_loss(values, columns[rows], *surrogates))
                 logprob[rows], entropy[rows] = values[:, LOGPROB], values[:, ENTROPY]
@@ -97,7 +97,7 @@ def logprob(head: Head, scratch_bytes: float) -> tuple[Tensor, Tensor]:
     """-> logprob (N,), entropy (N,)."""
     logprob, entropy = (head.hidden.new_empty(len(head.target), dtype=head.dtype) for _ in range(2))
     with on_device(head.hidden.device):
-        for rows, _, values in _Work(head, way_of(head, False), None, scratch_bytes).chunks():
+        for rows, _, values in Work(head, way_of(head, False), None, scratch_bytes).chunks():
             logprob[rows], entropy[rows] = values[:, LOGPROB], values[:, ENTROPY]
     return logprob, entropy
 
@@ -113,9 +113,9 @@ def logprob_backward(
     """Gradients of sum(dlogprob * logprob + dentropy * entropy), as in `policy_loss`; recomputes the logits."""
     grads = _Gradients(head, needs, [dlogprob, dentropy], weight_grad)
     with on_device(head.hidden.device):
-        which, _ = _sets((dlogprob != 0) | (dentropy != 0), True)[0]
+        which, _ = sets((dlogprob != 0) | (dentropy != 0), True)[0]
         bonus = _capturing(head.hidden.device) or bool((dentropy != 0).any())
-        work = _Work(head, way_of(head, True, bonus), which, scratch_bytes)
+        work = Work(head, way_of(head, True, bonus), which, scratch_bytes)
         for rows, part, values in work.chunks():
             values[:, DLOGPROB], values[:, DENTROPY] = dlogprob[rows], dentropy[rows]
             grads.add(work, rows, part, values)
@@ -145,13 +145,13 @@ class KernelStatistics:
         self.head, self.values = head, head.hidden.new_empty(n, WIDTH, dtype=head.dtype)
         self.block = tuning.tiling_of(head).statistics
         with on_device(head.hidden.device):
-            linear_kernels.target_logits(self.values, head.hidden, head.weight, *_rest(head))
+            linear_kernels.target_logits(self.values, head.hidden, head.weight, *arguments(head))
         self.so_far = self.values.new_zeros(1, PARTIALS, n)
         self.so_far[0, 0] = self.values[:, REFERENCE]
 
     def take(self, block: Head, z: Tensor) -> None:
         with on_device(z.device):
-            rest = _rest(block)
+            rest = arguments(block)
             row_kernels.row_exponentials(
                 self.so_far, None, self.values, z, z.shape[1], *rest, block=self.block, carry=True
             )
@@ -181,14 +181,14 @@ def block_gradient(head: Head, z: Tensor, known: tuple[Tensor, Block]) -> Tensor
     values, block = known
     dz = z.new_empty(z.shape, dtype=gradient_dtype(head))
     with on_device(z.device):
-        row_kernels.row_gradient(dz, values, z, z.shape[1], *_rest(head), block=block)
+        row_kernels.row_gradient(dz, values, z, z.shape[1], *arguments(head), block=block)
     return dz
 
 
 # ---- chunks
 
 
-class _Work:
+class Work:
     """Chunks of rows on one way, and the buffers that they share."""
 
     def __init__(self, head: Head, way: Way, which: Tensor | None, scratch_bytes: float, copies: int = 1) -> None:
@@ -210,7 +210,7 @@ class _Work:
                 rows = self.which[rows]
             head = self.head.rows(rows)
             values = head.hidden.new_empty(len(head.target), WIDTH, dtype=head.dtype)
-            linear_kernels.target_logits(values, head.hidden, head.weight, *_rest(head))
+            linear_kernels.target_logits(values, head.hidden, head.weight, *arguments(head))
             (self._vendor if self.way.tile is None else self._ours)(head, values)
             yield rows, head, values
 
@@ -226,12 +226,12 @@ class _Work:
         if kept is None:
             parts = max(1, min(-(-V // self.tiling.statistics.BLOCK_V), -(-self.tiling.programs // n)))
         partial = values.new_empty(parts, PARTIALS, n)
-        rest = _rest(head)
+        rest = arguments(head)
         row_kernels.row_exponentials(partial, kept, values, logits, V, *rest, block=self.tiling.statistics)
         linear_kernels.finish_rows(values, partial, V, rest[0])
 
     def _ours(self, head: Head, values: Tensor) -> None:
-        tile, n, V, kept, rest = self.way.tile, len(values), len(head.weight), self.exponentials, _rest(head)
+        tile, n, V, kept, rest = self.way.tile, len(values), len(head.weight), self.exponentials, arguments(head)
         assert tile is not None
         kept, hidden, weight = self._of(kept, n), head.hidden.contiguous(), head.weight
         if not hidden.is_cuda:  # the interpreter's bf16 is wrong
@@ -258,7 +258,7 @@ class _Work:
         if self.exponentials is not None:
             e = self.exponentials[:n] if kept is None else self.exponentials[kept]
             factor, own = values.new_empty(n), values.new_empty(n)  # each aligned, whatever n is
-            rest = (head.target.contiguous(), head.temperature, _rest(head)[-1])
+            rest = (head.target.contiguous(), head.temperature, arguments(head)[-1])
             row_kernels.close_rows(factor, own, values, e, V, *rest, self.way.bonus, block)
             return e[:, :V], (factor, own)
         assert self.logits is not None
@@ -267,7 +267,7 @@ class _Work:
             values[:, DLOGPROB : DENTROPY + 1] *= scale
         logits = self.logits[:n] if kept is None else self.logits[kept]
         out = logits if self.dlogits is self.logits else self.dlogits[:n]
-        row_kernels.row_gradient(out, values, logits, V, *_rest(head), block=block)
+        row_kernels.row_gradient(out, values, logits, V, *arguments(head), block=block)
         return out[:, :V], None
 
     @staticmethod
@@ -292,7 +292,7 @@ class _Gradients:
         if self.scale is not None and weight_grad is not None:
             weight_grad.mul_(self.scale)  # a power of two: exact, and undone at the end
 
-    def add(self, work: _Work, rows: Index, head: Head, values: Tensor, few: bool = False) -> None:
+    def add(self, work: Work, rows: Index, head: Head, values: Tensor, few: bool = False) -> None:
         """Add a chunk, whose slopes may be scaled in `values`; few: first leave out rows whose slopes are 0."""
         live, kept = (values[:, DLOGPROB : DENTROPY + 1] != 0).any(1), None
         if few and not _capturing(values.device):
@@ -354,7 +354,7 @@ class _Gradients:
                 own_tokens.add_to_weight(self.grads.bias[:, None], own, one, self.head.target)
 
 
-def _sets(may: Tensor, gradient: bool) -> list[tuple[Tensor | None, bool]]:
+def sets(may: Tensor, gradient: bool) -> list[tuple[Tensor | None, bool]]:
     """The rows, those with a gradient apart: their numbers, None for all; and whether they are differentiated."""
     if not gradient or _capturing(may.device):
         return [(None, gradient)]
@@ -374,7 +374,7 @@ def on_device(device: torch.device) -> AbstractContextManager:
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
-def _rest(head: Head) -> tuple[Tensor, Tensor | None, float, float | None, Tensor | None]:
+def arguments(head: Head) -> tuple[Tensor, Tensor | None, float, float | None, Tensor | None]:
     """The last arguments of the row kernels."""
     bias, own = (None if x is None else x.contiguous() for x in (head.bias, head.row_temperature))
     return head.target.contiguous(), bias, head.temperature, head.softcap, own

@@ -1,0 +1,128 @@
+"""A few elements of each row's probabilities, drawn for a sampled backward pass; see `rlplus.loss.backends.sampled`.
+
+A row's probabilities p but the target's are sampled by a threshold t. Each p of at least t is kept as it is. A smaller
+one is kept where the running sum of the smaller ones, from u t on, passes a multiple of t, and counts as t. A block
+without a large p whose mass passes no multiple, as nearly all are, is read and nothing more.
+"""
+
+import triton
+import triton.language as tl
+from torch import Tensor, float32, int32
+
+from rlplus.kernels.elementwise import FUSION, LN_2, _at_rows, _exp, _expm1, _floor, _log2, _softcap_slope, _x, _z
+from rlplus.kernels.linear_logprob import check, check_rows
+from rlplus.kernels.row_values import ENTROPY, LOGPROB, LOGSUM, REFERENCE, WIDTH
+
+LAUNCH = {"BLOCK_V": 2048, "num_warps": 8, **FUSION}
+COUNT, FLAT, VARIANCE, SQUARE, SUMS = (tl.constexpr(i) for i in range(5))
+
+
+def draw_rows(
+    token: Tensor, w: Tensor, logp: Tensor, slope: Tensor | None, sums: Tensor, values: Tensor, rows: Tensor, V: int,
+    on: Tensor, uniform: Tensor, threshold: float, most: int, target: Tensor, bias: Tensor | None, temperature: float,
+    softcap: float | None = None, row_temperature: Tensor | None = None, *, exponentials: bool,
+) -> None:  # fmt: skip
+    """Fill token int32, w, logp and, behind a softcap, slope, fp32 (n, K), of rows `on` (n,) int32, and sums (n, 4).
+
+    rows (n, W): fp32 logits, or exponentials (then without a softcap), as `finish_rows` left them and values; K of at
+    least most + 2. sums has each row's number of elements, whether its threshold was raised to 1 / most, since it would
+    keep more, the sum of w's variances, and the sum of squares of the gradient of logprob by z. A row that has a NaN
+    keeps nothing.
+    """
+    check(values, target, row_temperature)
+    check_rows("rows", rows, len(target), V, None if exponentials else float32)
+    n, K = token.shape
+    if n != len(target) or token.dtype != int32 or most + 2 > K or (exponentials and softcap is not None):
+        got = f"{token.dtype} {tuple(token.shape)}, most {most}, softcap {softcap}"
+        raise ValueError(f"want token int32 ({len(target)}, most + 2), exponentials without a softcap; got {got}")
+    if n:
+        _draw_kernel[(n,)](
+            token, w, logp, slope, sums, values, rows, on, uniform, target, bias, rows.stride(0), V, K,
+            (threshold, max(threshold, 1 / most), float(most)), 1 / temperature, softcap, row_temperature,
+            exponentials, **LAUNCH,
+        )  # fmt: skip
+
+
+@triton.jit
+def _pass(
+    token, w, logp, slope, row, V, K, y, u, level, reference, logsum, bias, inv_temperature, softcap,
+    EXPONENTIALS: tl.constexpr, BLOCK_V: tl.constexpr,
+):  # fmt: skip
+    """Elements at this level: their number, the number of large p, mass and squares of the others, all squares."""
+    none = (y * 0).to(tl.int32)  # a tensor in the interpreter, too
+    count, large, total = none, none, u * level
+    mass, mass_squares, squares = 0.0, 0.0, 0.0
+    for start in range(0, V, BLOCK_V):
+        v = start + tl.arange(0, BLOCK_V)
+        inside = v < V
+        raw = tl.load(row + v, inside, 0.0).to(tl.float32)
+        if EXPONENTIALS:
+            lp = _floor(_log2(raw) * LN_2) - logsum
+            p = raw * _exp(-logsum)
+        else:
+            lp = _floor(_z(raw, v, inside, bias, inv_temperature, softcap) - reference - logsum)
+            p = _exp(lp)
+        p = tl.where(inside & (v != y), p, 0.0)
+        big = p >= level
+        tail = tl.where(big, 0.0, p)
+        step, look = tl.sum(tail, 0), tl.max(p, 0)
+        mass += step
+        mass_squares += tl.sum(tail * tail, 0)
+        squares += tl.sum(p * p, 0)
+        if (total + step >= level) | (look >= level):
+            after = total + tl.cumsum(tail, 0)
+            passed = tl.floor(after / level) > tl.floor((after - tail) / level)
+            kept = big | (passed & (tail > 0))
+            place = count + tl.cumsum(kept.to(tl.int32), 0) - 1
+            ok = kept & (place < K)
+            tl.store(token + place, v, ok)
+            tl.store(w + place, tl.where(big, p, level), ok)
+            tl.store(logp + place, lp, ok)
+            if slope is not None:
+                at = _softcap_slope(_x(raw, v, inside, bias, inv_temperature), softcap)
+                tl.store(slope + place, at, ok)
+            count += tl.sum(kept.to(tl.int32), 0)
+            large += tl.sum(big.to(tl.int32), 0)
+        total += step
+        total -= tl.floor(total / level) * level
+    return count, large, mass, mass_squares, squares
+
+
+@triton.jit
+def _draw_kernel(
+    token, w, logp, slope, sums, values, rows, on, uniform, target, bias, stride, V, K, levels, inv_temperature,
+    softcap, row_temperature, EXPONENTIALS: tl.constexpr, BLOCK_V: tl.constexpr,
+):  # fmt: skip
+    level, raised, most = levels
+    n = tl.program_id(0).to(tl.int64)
+    inv_temperature = _at_rows(inv_temperature, row_temperature, n, True)
+    if softcap is not None:
+        softcap = _at_rows(softcap, row_temperature, n, True)
+    known = values + n * WIDTH
+    logprob, entropy = tl.load(known + LOGPROB), tl.load(known + ENTROPY)
+    reference, logsum = tl.load(known + REFERENCE), tl.load(known + LOGSUM)
+    token, w, logp, row = token + n * K, w + n * K, logp + n * K, rows + n * stride
+    if slope is not None:
+        slope += n * K
+    y, u, out = tl.load(target + n), tl.load(uniform + n), sums + n * SUMS
+    none = (y * 0).to(tl.int32)
+    count, flat, variance, square = none, none, 0.0, 0.0
+    if (tl.load(on + n) != 0) & (entropy == entropy):
+        count, large, mass, below, square = _pass(
+            token, w, logp, slope, row, V, K, y, u, level, reference, logsum, bias, inv_temperature, softcap,
+            EXPONENTIALS, BLOCK_V,
+        )  # fmt: skip
+        variance = level * mass - below
+        if (large + mass / level > most) & (raised > level):
+            flat = none + 1
+            count, large, mass, below, square = _pass(
+                token, w, logp, slope, row, V, K, y, u, raised, reference, logsum, bias, inv_temperature, softcap,
+                EXPONENTIALS, BLOCK_V,
+            )  # fmt: skip
+            variance = raised * mass - below
+        own = _expm1(logprob)
+        square += tl.where(logprob == logprob, own * own, 0.0)  # NaN: no target
+    tl.store(out + COUNT, count.to(tl.float32))
+    tl.store(out + FLAT, flat.to(tl.float32))
+    tl.store(out + VARIANCE, variance)
+    tl.store(out + SQUARE, square)

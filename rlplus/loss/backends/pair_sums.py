@@ -1,0 +1,97 @@
+"""Sums over pairs of a row and a token: the gradients of a head of which few logits have one.
+
+Pairs are taken a few at a time, so that copies of their hidden states and rows of the weight fit max_scratch_mb. Sums
+over the pairs of a row, and over the pairs of a token, are bags of `embedding_bag`, in fp32 (fp64) and in a fixed
+order: the same inputs give the same bits, on CUDA too.
+"""
+
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch import Tensor
+
+from rlplus.loss.head import Head
+
+Grads = tuple[Tensor, Tensor, Tensor]
+CACHED_BYTES = 4e6  # copies on a CPU: with 1250 MB of them it took twice as long, at 8 and at 64 tokens a row
+
+
+def spans(head: Head, count: int, scratch_bytes: float) -> Iterator[slice]:
+    """Pairs at a time: each takes a copy of its hidden state and of its token's row of the weight, in fp32 (fp64)."""
+    if not head.hidden.is_cuda:
+        scratch_bytes = min(scratch_bytes, CACHED_BYTES)
+    step = max(1, int(scratch_bytes // (2 * head.hidden.shape[1] * head.dtype.itemsize)))
+    return (slice(start, min(start + step, count)) for start in range(0, count, step))
+
+
+def bags(table: Tensor, index: Tensor, factors: Tensor | None, offsets: Tensor) -> Tensor:
+    """Sums of the table's rows (., H) at index (P,) times factors (P,), in their dtype: (len(offsets) - 1, H)."""
+    if factors is not None and table.dtype != factors.dtype:
+        table, index = table.index_select(0, index).to(factors.dtype), torch.arange(len(index), device=index.device)
+    return torch.nn.functional.embedding_bag(
+        index, table, offsets, mode="sum", per_sample_weights=factors, include_last_offset=True
+    )
+
+
+class PairGradients:
+    """The inputs' gradients: of rows with the whole vocabulary, which come first, if any, and of rows with pairs."""
+
+    def __init__(self, head: Head, needs: list[bool], weight_grad: Tensor | None) -> None:
+        self.head, self.needs, self.weight_grad = head, needs, weight_grad
+        self.weight = weight_grad  # or a sum in fp32 (fp64), or complete in hidden's dtype
+        self.hidden = head.hidden.new_zeros(head.hidden.shape if needs[0] else (0,))
+        self.bias = head.hidden.new_zeros(len(head.weight) if needs[2] else 0, dtype=head.dtype)
+
+    def wanted(self) -> tuple[list[bool], Tensor | None]:
+        """The last arguments of the function that computes the first."""
+        if self.weight is None and self.needs[1]:
+            self.weight = self.head.hidden.new_zeros(self.head.weight.shape, dtype=self.head.dtype)
+        return [self.needs[0], False, self.needs[2]], self.weight
+
+    def take(self, which: Tensor, dhidden: Tensor, _: Tensor, dbias: Tensor) -> None:
+        """The gradients of the rows with the whole vocabulary; weight's was added already."""
+        if self.needs[0]:
+            self.hidden[which] = dhidden
+        if self.needs[2]:
+            self.bias += dbias
+
+    def add(
+        self, which: Tensor | slice, head: Head, row: Tensor, token: Tensor, dz: Tensor, scratch_bytes: float
+    ) -> None:
+        """The gradients of the rows `which` of the whole head, which `head` has alone, from their pairs.
+
+        row (P,), sorted, token (P,), and the loss's derivative dz (P,) by the row's logit of that token.
+        """
+        live = dz.nonzero().squeeze(1)
+        row, token, dz = row[live], token[live], dz[live]
+        pieces = list(spans(head, len(dz), scratch_bytes))
+        if self.needs[0]:
+            total = head.hidden.new_zeros(head.hidden.shape, dtype=head.dtype)
+            add_sums(total, row, dz, head.weight, token, pieces)
+            self.hidden[which] = total.to(self.hidden.dtype)
+        order = token.argsort(stable=True)
+        row, token, dz = row[order], token[order], dz[order]
+        if self.weight is not None:
+            add_sums(self.weight, token, dz, head.hidden, row, pieces)
+        elif self.needs[1]:  # a sum for the tokens that there are: for all it would take most of the time
+            tokens, number = token.unique_consecutive(return_inverse=True)
+            total = head.hidden.new_zeros(len(tokens), head.hidden.shape[1], dtype=head.dtype)
+            add_sums(total, number, dz, head.hidden, row, pieces)
+            self.weight = head.hidden.new_zeros(head.weight.shape)
+            self.weight[tokens] = total.to(self.weight.dtype)
+        if self.needs[2]:
+            one = dz.new_ones(1, 1)
+            add_sums(self.bias[:, None], token, dz, one, torch.zeros_like(row), [slice(None)])
+
+    def finish(self) -> Grads:
+        """-> gradients of hidden, weight and bias where needed; weight's is not returned if it is in `weight_grad`."""
+        weight = self.head.hidden.new_empty(0) if self.weight is None or self.weight_grad is not None else self.weight
+        return self.hidden, weight.to(self.head.hidden.dtype), self.bias
+
+
+def add_sums(total: Tensor, key: Tensor, dz: Tensor, table: Tensor, index: Tensor, pieces: Iterable[slice]) -> None:
+    """total[k] += sum of dz times the table's rows at index, over the pairs whose key (P,), sorted, is k."""
+    for span in pieces:
+        which, counts = key[span].unique_consecutive(return_counts=True)
+        offsets = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
+        total[which] += bags(table, index[span], dz[span], offsets)

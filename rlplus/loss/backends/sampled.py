@@ -1,0 +1,161 @@
+"""backward="sampled": an unbiased backward pass over few logits, for the price of the forward pass.
+
+A row's gradient by its logits is a (1{j = y} - p_j), and h p_j (log p_j + entropy) less for an entropy, with the slopes
+a and h of logprob and entropy. It is linear in the probabilities, so each p_j may be replaced by a random w_j of the
+same mean: the target's element is exact, as is each other p_j of at least the threshold; a smaller one is kept with
+probability p_j / threshold and counts as the threshold. That is threshold sampling (Duffield, Lund & Thorup 2005), the
+sparsest unbiased choice for its variance, at most threshold * p_j (Wangni et al. 2018). It is systematic along the row:
+one uniform number a row, and an element is kept where the running sum of the small p passes a multiple.
+
+The elements do not depend on the loss: they are drawn while a chunk's logits are there, and the gradients are sums over
+a few rows of the weight and of the hidden states, by `pair_sums`. No logit is computed twice, and no GEMM follows.
+
+A row that is so flat that more than MOST elements would be kept has the threshold 1 / MOST, which is decided from its
+probabilities and not from what was drawn: it stays unbiased.
+"""
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from rlplus.loss.backends.pair_sums import Grads, PairGradients
+from rlplus.loss.head import Head
+from rlplus.loss.tokens import TokenConstants, may_have_gradient, token_loss
+
+MOST = 512  # elements of a row, besides the target's
+
+
+class Drawn(NamedTuple):
+    """What was drawn from a chunk. row, token (M,) int64 in order of rows, w (M,), log p (M,), and dz / dx (M,) of the
+    softcap or None; own_slope (n,): the same of the target, or None.
+
+    Per row (n,): logprob, entropy; variance, the sum of the variances of w; square, the sum of squares of
+    logprob's gradient by z; flat, bool: whether its threshold was raised.
+    """
+
+    logprob: Tensor
+    entropy: Tensor
+    row: Tensor
+    token: Tensor
+    w: Tensor
+    logp: Tensor
+    slope: Tensor | None
+    own_slope: Tensor | None
+    variance: Tensor
+    square: Tensor
+    flat: Tensor
+
+
+class Drawer(Protocol):
+    """What a backend gives."""
+
+    def draws(self, head: Head, on: Tensor, scratch_bytes: float) -> Iterator[tuple[slice | Tensor, Drawn]]:
+        """Chunks of the head's rows, by slice or index, and what was drawn. on (N,) bool: rows that keep elements."""
+
+
+class Elements(NamedTuple):
+    """The logits that have a gradient, targets included: row, token (M,), in order of rows, and by how much each grows
+    with the slope of its row's logprob and of its entropy, (M,)."""
+
+    row: Tensor
+    token: Tensor
+    of_logprob: Tensor
+    of_entropy: Tensor
+
+
+class Forward(NamedTuple):
+    """Per row (N,): logprob, entropy, and as in `Drawn` variance, square, flat. elements: of rows that keep some."""
+
+    logprob: Tensor
+    entropy: Tensor
+    variance: Tensor
+    square: Tensor
+    flat: Tensor
+    elements: Elements
+
+
+def policy_loss(
+    drawer: Drawer,
+    head: Head,
+    constants: TokenConstants,
+    objective: Any,
+    scratch_bytes: float,
+    needs: list[bool],
+    weight_grad: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Grads]:
+    """-> loss (0-d), logprob (N,), entropy (N,), stats (S,), gradients of hidden, weight and bias where needed.
+
+    SAMPLED_STATS follow the other stats. With `weight_grad` (V, H) the gradient of weight is added there.
+    """
+    on = may_have_gradient(constants, objective)
+    differentiated = any(needs) or weight_grad is not None
+    known = forward(drawer, head, on & differentiated, scratch_bytes)
+    out = token_loss(known.logprob, known.entropy, constants, objective)
+    stats = [*out.stats.values(), *_noise(known, on, out.dlogprob)]
+    grads = PairGradients(head, needs, weight_grad)
+    add_gradients(grads, head, known.elements, out.dlogprob, out.dentropy, scratch_bytes)
+    return out.loss, known.logprob, known.entropy, torch.stack(stats), grads.finish()
+
+
+def forward(drawer: Drawer, head: Head, on: Tensor, scratch_bytes: float) -> Forward:
+    """Logprobs and entropies of all rows, and the elements of the rows `on` (N,) bool."""
+    N, new = len(head.target), head.hidden.new_zeros
+    a, b, c, d = (new(N, dtype=head.dtype) for _ in range(4))
+    known = Forward(a, b, c, d, flat=new(N, dtype=torch.bool), elements=_none(head))
+    parts = [known.elements]
+    number = torch.arange(N, device=head.hidden.device)
+    for rows, drawn in drawer.draws(head, on, scratch_bytes):
+        for name in ("logprob", "entropy", "variance", "square", "flat"):
+            getattr(known, name)[rows] = getattr(drawn, name)
+        parts.append(_elements(head.rows(rows), drawn, on[rows], number[rows]))
+    columns = [torch.cat(column) for column in zip(*parts, strict=True)]
+    order = columns[0].argsort(stable=True)
+    return known._replace(elements=Elements(*(column[order] for column in columns)))
+
+
+def add_gradients(
+    grads: PairGradients, head: Head, elements: Elements, dlogprob: Tensor, dentropy: Tensor | None, scratch: float
+) -> None:
+    """Add the gradients of sum(dlogprob * logprob + dentropy * entropy); rows whose slopes are 0 have none."""
+    row = elements.row
+    a = dlogprob[row]
+    dz = torch.where(a == 0, 0.0, a * elements.of_logprob)
+    if dentropy is not None:
+        h = dentropy[row]
+        dz = dz + torch.where(h == 0, 0.0, h * elements.of_entropy)
+    grads.add(slice(None), head, row, elements.token, dz, scratch)
+
+
+def _none(head: Head) -> Elements:
+    number, value = head.target[:0], head.hidden.new_empty(0, dtype=head.dtype)
+    return Elements(number, number, value, value)
+
+
+def _elements(head: Head, drawn: Drawn, on: Tensor, number: Tensor) -> Elements:
+    """The rows' own elements, then the drawn ones, with factors of temperature and softcap. number (n,): the rows'."""
+    V = len(head.weight)
+    known = (head.target >= 0) & (head.target < V) & on
+    own = known.nonzero().squeeze(1)
+    logp, entropy = drawn.logprob[own], drawn.entropy[own]
+    factor = torch.ones_like(drawn.logprob) / head.divisor
+    own_factor = factor[own] if drawn.own_slope is None else factor[own] * drawn.own_slope[own]
+    row = torch.cat([own, drawn.row])
+    bonus = drawn.w * (drawn.logp + drawn.entropy[drawn.row])
+    w, scale = drawn.w, factor[drawn.row] if drawn.slope is None else factor[drawn.row] * drawn.slope
+    of_logprob = torch.cat([-torch.expm1(logp) * own_factor, -w * scale])
+    of_entropy = torch.cat([-logp.exp() * (logp + entropy) * own_factor, -bonus * scale])
+    return Elements(number[row], torch.cat([head.target[own], drawn.token]), of_logprob, of_entropy)
+
+
+SAMPLED_STATS = ("sampled_variance", "sampled_square", "sampled_elements", "sampled_flat")
+
+
+def _noise(known: Forward, on: Tensor, dlogprob: Tensor) -> list[Tensor]:
+    """Sums: of the variance and of the square of the gradient by the logits that logprobs have, of elements, of flat
+    rows. The root of the first two's ratio is the relative error to expect."""
+    counts, a = on & (dlogprob != 0), dlogprob.masked_fill(~on, 0.0)
+    each = [torch.where(counts, a * a * x, 0.0).sum() for x in (known.variance, known.square)]
+    numbers = (known.elements.row.numel(), (known.flat & counts).sum())
+    return [*each, *(known.logprob.new_zeros(()) + number for number in numbers)]

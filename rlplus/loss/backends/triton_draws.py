@@ -1,0 +1,48 @@
+"""Draws of the `triton` backend for a sampled backward pass: from exponentials, or from fp32 logits."""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from rlplus.kernels import draws as kernels
+from rlplus.kernels.row_values import ENTROPY, LOGPROB, SLOPE
+from rlplus.loss.backends.sampled import MOST, Drawn
+from rlplus.loss.backends.triton import Index, Work, arguments, on_device, sets
+from rlplus.loss.backends.ways import Way, way_of
+from rlplus.loss.head import Head
+
+
+def draws(head: Head, on: Tensor, scratch_bytes: float) -> Iterator[tuple[Index, Drawn]]:
+    """As `sampled.Drawer` has it: rows that keep elements come first, from exponentials or fp32 logits."""
+    with on_device(head.hidden.device):
+        for which, kept in sets(on, True):
+            way = way_of(head, gradient=kept, bonus=True)
+            if kept and way.exponentials is None:
+                way = Way(None, None, head.dtype)
+            for rows, part, values in (work := Work(head, way, which, scratch_bytes)).chunks():
+                yield rows, _drawn(work, part, values, on[rows])
+
+
+def _drawn(work: Work, head: Head, values: Tensor, on: Tensor) -> Drawn:
+    assert head.uniform is not None
+    n, K, new = len(values), MOST + 2, values.new_empty
+    rows = work.logits if work.exponentials is None else work.exponentials
+    logprob, entropy = values[:, LOGPROB.value].clone(), values[:, ENTROPY.value].clone()
+    if rows is None or not n:
+        none, number = new(0), head.target[:0]
+        zeros = torch.zeros_like(logprob)
+        return Drawn(logprob, entropy, number, number, none, none, None, None, zeros, zeros, zeros != 0)
+    token, sums = torch.empty(n, K, dtype=torch.int32, device=values.device), new(n, kernels.SUMS.value)
+    w, logp, slope = new(n, K), new(n, K), None if head.softcap is None else new(n, K)
+    kernels.draw_rows(
+        token, w, logp, slope, sums, values, rows[:n], len(head.weight), on.to(torch.int32), head.uniform.contiguous(),
+        head.threshold, MOST, *arguments(head), exponentials=rows is work.exponentials,
+    )  # fmt: skip
+    count, flat, variance, square = sums.unbind(1)
+    count = count.long()
+    kept = torch.arange(K, device=count.device) < count[:, None]
+    row = torch.arange(n, device=count.device).repeat_interleave(count)
+    of_cap, of_own = (None, None) if slope is None else (slope[kept], values[:, SLOPE.value].clone())
+    found = (row, token[kept].long(), w[kept], logp[kept], of_cap)
+    return Drawn(logprob, entropy, *found, own_slope=of_own, variance=variance, square=square, flat=flat != 0)

@@ -1,0 +1,94 @@
+"""`linear_logprob` with a sampled backward pass as torch sees it; in the way of `library.py`.
+
+The forward pass returns the elements that the backward pass adds up, so their number is known when it has run.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlplus.loss.backends import sampled
+from rlplus.loss.backends.pair_sums import PairGradients
+from rlplus.loss.faults import advising
+from rlplus.loss.head import Head
+from rlplus.loss.inputs import check_differentiated_once
+from rlplus.loss.library import (
+    DRAWS,
+    check_logprob_rows,
+    check_targets,
+    empty_gradients,
+    implementation,
+    in_one_dtype,
+)
+from rlplus.loss.op_arguments import schema, unpack
+from rlplus.loss.precision import full_precision
+
+
+@torch.library.custom_op(
+    "rlplus::sampled_logprob",
+    mutates_args=(),
+    schema=f"({schema(Head)}, float scratch_bytes, str backend) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+)
+def sampled_logprob(*arguments: Any) -> tuple[Tensor, ...]:
+    """-> as `linear_logprob`, and the elements of the backward pass, see `sampled.Elements`."""
+    head, scratch_bytes, backend = unpack(arguments, Head)
+    on = check_logprob_rows(head)
+    check_targets(head, len(head.weight), on)
+    with full_precision(head.hidden.device), advising(backend):
+        everywhere = torch.ones_like(on)  # where no logprob has a gradient, an entropy may
+        known = sampled.forward(implementation(DRAWS[backend]), head.rounded(), everywhere, scratch_bytes)
+    return known.logprob, known.entropy, *known.elements
+
+
+@sampled_logprob.register_fake
+def _(*arguments):  # type: ignore[no-untyped-def]
+    head, *_ = unpack(arguments, Head)
+    size = torch.library.get_ctx().new_dynamic_size()
+    rows = [head.hidden.new_empty(len(head.target), dtype=head.dtype) for _ in range(2)]
+    numbers = [head.target.new_empty(size) for _ in range(2)]
+    return *rows, *numbers, *(head.hidden.new_empty(size, dtype=head.dtype) for _ in range(2))
+
+
+@torch.library.custom_op(
+    "rlplus::sampled_logprob_backward",
+    mutates_args=(),
+    schema="(Tensor dlogprob, Tensor dentropy, Tensor row, Tensor token, Tensor of_logprob, Tensor of_entropy, "
+    f"{schema(Head)}, float scratch_bytes, str backend, bool[] needs) -> (Tensor, Tensor, Tensor)",
+)
+def sampled_logprob_backward(dlogprob: Tensor, dentropy: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """-> dhidden, dweight, dbias, without elements where not needed."""
+    elements = sampled.Elements(*arguments[:4])
+    head, scratch_bytes, backend, needs = unpack(arguments[4:], Head)
+
+    def compute(head: Head, *where: Any) -> tuple[Any, ...]:
+        grads = PairGradients(head, *where)
+        sampled.add_gradients(grads, head, elements, dlogprob, dentropy, scratch_bytes)
+        return (grads.finish(),)
+
+    with full_precision(head.hidden.device), advising(backend):
+        return in_one_dtype(compute, head, list(needs), None)  # type: ignore[return-value]
+
+
+@sampled_logprob_backward.register_fake
+def _(dlogprob, dentropy, *arguments):  # type: ignore[no-untyped-def]
+    head, *_, needs = unpack(arguments[4:], Head)
+    return empty_gradients(head, needs)
+
+
+def _keep_elements(ctx: Any, inputs: tuple, output: tuple) -> None:
+    ctx.mark_non_differentiable(*output[2:])
+    ctx.save_for_backward(*output[2:], *(x if isinstance(x, Tensor) else None for x in inputs))
+    ctx.others = [None if isinstance(x, Tensor) else x for x in inputs]
+
+
+def _use_elements(ctx: Any, dlogprob: Tensor, dentropy: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+    check_differentiated_once()
+    elements, saved = ctx.saved_tensors[:4], ctx.saved_tensors[4:]
+    inputs = [other if x is None else x for x, other in zip(saved, ctx.others, strict=True)]
+    needs = list(ctx.needs_input_grad[:3])
+    grads = sampled_logprob_backward(dlogprob, dentropy, *elements, *inputs, needs)
+    return *(g if need else None for g, need in zip(grads, needs, strict=True)), *(None,) * (len(inputs) - 3)
+
+
+sampled_logprob.register_autograd(_use_elements, setup_context=_keep_elements)
