@@ -1,4 +1,4 @@
-"""What the names of a Python file stand for, as far as its syntax says."""
+"""Names of a Python file: the values that its syntax shows."""
 
 import ast
 from collections import defaultdict
@@ -10,8 +10,9 @@ READ = ("GRPOConfig", "GRPOTrainer", "LoraConfig", "load_dataset")
 SHOWING = ("print", "len", "repr", "str")
 BINDING = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.ExceptHandler, ast.MatchAs, ast.MatchStar)
 ANYTHING = ("exec", "globals", "locals")  # may bind any name
-STEPS = 10_000  # of a value: names of names double it without end
+STEPS = 10_000  # the most nodes of a value: names of names double them without end
 DEPTH = 100
+TABLES = 200  # the most dictionaries of a file, which may contain each other
 
 
 def called(call: ast.AST) -> str:
@@ -35,7 +36,7 @@ class Names:
         self._attributes = [node for node in self.parents if isinstance(node, ast.Attribute) and node.attr == "args"]
         self._star = 0
         self._left = STEPS
-        self._tables = STEPS
+        self._tables = TABLES
         for node in ast.walk(tree):
             self._bind(node)
 
@@ -111,12 +112,12 @@ class Names:
 
     def table(self, node: ast.expr) -> ast.Call | ast.Dict | None:
         """The dictionary, or call of dict, that a node stands for; None if it is none."""
-        self._tables -= 1
         try:
             node = self._followed(node)
         except Unknown:
             return None
         if isinstance(node, ast.Dict) or (isinstance(node, ast.Call) and called(node) == "dict" and not node.args):
+            self._tables -= 1
             return node if self._tables > 0 else None
         return None
 
@@ -138,7 +139,7 @@ class Names:
         return returns[0]
 
     def functions(self, node: ast.expr) -> list[str]:
-        """Names of functions or models in a list of rewards; those of TRL's own modules begin with trl."""
+        """Names of functions or models in a list of rewards; the names of TRL's own functions begin with trl."""
         if isinstance(node, ast.Name) and any(isinstance(by, ast.expr) for by in self._bound.get(node.id, ())):
             node = self._followed(node)
         found = []

@@ -10,7 +10,7 @@ from rlplus.convert.expressions import Unknown
 from rlplus.convert.names import READ, Names, called
 
 PARSERS = ("TrlParser", "HfArgumentParser", "parse_args_into_dataclasses")
-POSITIONS = {  # of the arguments, by the call
+POSITIONS = {  # names of positional arguments, by the call
     "GRPOConfig": ("output_dir",),
     "GRPOTrainer": (
         "model", "reward_funcs", "args", "train_dataset", "eval_dataset", "processing_class",
@@ -19,7 +19,7 @@ POSITIONS = {  # of the arguments, by the call
     "load_dataset": ("path", "name"),
 }  # fmt: skip
 
-MADE = {"args": "GRPOConfig", "peft_config": "LoraConfig"}  # by calls that are read themselves
+MADE = {"args": "GRPOConfig", "peft_config": "LoraConfig"}  # the calls that make them are read, too
 
 Entry = tuple[str, ast.expr | None, int]  # a keyword, its value if that is sure, its line
 

@@ -21,7 +21,7 @@ CONDITIONAL = {"&&", "||", "|", "|&", "&"}
 
 @dataclass(frozen=True)
 class Part:
-    """A piece of a word. kind: text; name, which is the inside of `${...}`; sum, that of `$((...))`; or unknown."""
+    """A piece of a word. kind: text; name, the inside of `${...}`; sum, the inside of `$((...))`; or unknown."""
 
     text: str
     kind: str = "text"

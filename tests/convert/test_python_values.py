@@ -201,7 +201,7 @@ def test_each_keyword_of_the_scripts_is_in_the_result(path: Path) -> None:
     calls = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
     keywords = [keyword.arg for call in calls if called(call) in READ for keyword in call.keywords]
     assert keywords
-    for name in keywords:  # those of other calls that are read have their own keywords
+    for name in keywords:  # the three are made by calls with keywords
         assert name in (None, "args", "peft_config", "train_dataset") or name in result
 
 
@@ -271,7 +271,7 @@ def test_the_reasons_of_what_surrounds_the_config(tmp_path: Path) -> None:
         "GRPOConfig(beta=(-8) ** 0.5)", "GRPOConfig(beta=2.0 ** 64 ** 3)", "X = Y\nY = X\nGRPOConfig(beta=X)",
         "GRPOConfig(beta=\0)", "GRPOConfig(*a, **b, beta=[1][5])", "GRPOConfig(beta={1: 2}['a'])",
         "GRPOConfig(beta=[1]['a'])", "GRPOConfig(**{1: 2, f(): 3})",
-        "X = {'a': X}\nGRPOConfig(**X)", "setattr(GRPOConfig(), 'a', 1)", "c = GRPOConfig()\nsetattr(c)",
+        "X = {**X, 'a': X}\nGRPOConfig(**X)", "setattr(GRPOConfig(), 'a', 1)", "c = GRPOConfig()\nsetattr(c)",
     ],
     ids=range(24),
 )  # fmt: skip

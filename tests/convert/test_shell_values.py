@@ -19,6 +19,7 @@ from rlplus.convert import convert
 from rlplus.convert.shell_script import read_shell
 from rlplus.convert.verl_overrides import DEFAULTS
 
+R = "actor_rollout_ref.rollout."
 BASH = shutil.which("bash")
 VERL = "python3 -m verl.trainer.main_ppo"
 FOLDER = Path(__file__).parent / "scripts"
@@ -267,3 +268,13 @@ def test_what_does_not_go_together_is_left_out_and_listed(given: str, tmp_path: 
     assert any(
         line.startswith(f"{name} (line 1): train.sequence_parallel goes with neither") for line in converted.lost
     )
+
+
+def test_false_turns_off_what_a_number_counts(tmp_path: Path) -> None:
+    base = f"{VERL} algorithm.adv_estimator=grpo data.val_files=x.parquet {R}tensor_model_parallel_size=1"
+    (path := tmp_path / "a.sh").write_text(f"{base} trainer.test_freq=False trainer.save_freq=False")
+    config = convert(path).config
+    assert (config.evaluation.every, config.checkpoint.every) == (0, 0)
+    path.write_text(f"{base} trainer.test_freq=3 trainer.save_freq=4")
+    config = convert(path).config
+    assert (config.evaluation.every, config.checkpoint.every) == (3, 4)
