@@ -7,16 +7,16 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import assume, given, settings
 
-from rlplus.reward.graders.math import math_verify
-from rlplus.reward.graders.oat import oat
+from rlplus.config import RewardConfig
+from rlplus.lazy import import_function
+from rlplus.reward.graders import make_grader
 from rlplus.reward.graders.unicode_latex import as_latex
 from rlplus.reward.graders.words import word_of
 
+KINDS = ("math_verify", "math_verify_box", "math_verify_strict", "oat")
 GRADERS = {
-    "math_verify": math_verify(),
-    "math_verify_box": math_verify(box=True),
-    "math_verify_strict": math_verify(plain=True),
-    "oat": oat,
+    kind: make_grader(RewardConfig.model_validate({"kind": kind}).model_dump() | {"columns": []}, import_function)
+    for kind in KINDS
 }
 PAGE = (Path(__file__).parents[2] / "docs/data.md").read_text(encoding="utf-8")
 HEAD, *ROWS = [
