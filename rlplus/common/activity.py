@@ -47,6 +47,7 @@ class Work:
 
 
 current = Activity()
+rows = Work()  # of data, as they are read: their number is not known before, so `total` is 0
 rollouts = Work()  # responses, of the engine's last call
 grading = Work()  # responses
 micro_batches = Work()  # an update's
@@ -72,6 +73,7 @@ LABELS = {
     "export": "writing the model",
 }  # phases whose names say it are left out
 WORK = {
+    "data": (rows, "rows"),
     "generate": (rollouts, "responses"),
     "evaluate": (rollouts, "responses"),
     "validation": (rollouts, "responses"),
@@ -91,13 +93,19 @@ def label() -> str:
 def work() -> tuple[Work | None, str]:
     """The work of the present phase, None in one of no pieces, and the name of its pieces."""
     found, unit = WORK.get(current.phase, (None, ""))
-    if found and found.since < current.since and found.done == found.total:  # an earlier phase's
+    if found and found.since < current.since and (found.done == found.total or not found.total):  # an earlier phase's
         found = None
     return found, unit
 
 
+def counts() -> str:
+    """The pieces of the present phase that are done, of how many where that is known; empty for one of none."""
+    pieces, unit = work()
+    if pieces is None or not (pieces.total or pieces.done):
+        return ""
+    return f"{pieces.done:,} of {pieces.total:,} {unit}" if pieces.total else f"{pieces.done:,} {unit}"
+
+
 def in_words() -> str:
     """The present phase, how much of it is done, and its seconds so far."""
-    pieces, unit = work()
-    counts = f" {pieces.done:,} of {pieces.total:,} {unit}" if pieces and pieces.total else ""
-    return f"{label()}{counts}, {time.monotonic() - current.since:,.0f} s"
+    return f"{' '.join(filter(None, (label(), counts())))}, {time.monotonic() - current.since:,.0f} s"

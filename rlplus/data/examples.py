@@ -10,6 +10,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from rlplus.common import activity
 from rlplus.config import DataConfig
 from rlplus.data.demonstration_columns import Topk, fitting, holds_several, logprobs, of_each, topk_pair
 from rlplus.data.ends import demonstration_end
@@ -112,6 +113,7 @@ def read_examples(
     shared: dict[int, int] = {}  # an int for each id: copies in long demonstrations would fill gigabytes
     parsed = _parse_rows(config, layout, wanted, teacher_template, shows_responses)
     rows, last, sizes = _naming_key(parsed, config, section), -1, (len(tokenizer), topk)
+    activity.rows.begin(0)
     while chunk := list(islice(rows, CHUNK)):
         prompts = encode_prompts([(r.where, r.prompt, r.tools) for r in chunk], tokenizer, config.response_prefix)
         demonstrations = _encode_demonstrations(chunk, tokenizer, ends)
@@ -151,6 +153,7 @@ def read_examples(
                     teacher_prompt=None if demonstration is None and not shows_responses else teacher_prompt,
                 )
             )
+        activity.rows.add(report.rows - activity.rows.done)
     return examples, report
 
 

@@ -184,6 +184,8 @@ class Reporter:
             what[0] += f" {state['done']:,} of {state['total']:,} {state['unit']}{where}"
             if state["done"] >= SAYS_MUCH * state["total"]:
                 phase_left = (state["total"] / state["done"] - 1) * state["phase_seconds"]
+        elif state["done"]:  # of rows that are read, how many there are is not known
+            what[0] += f" {state['done']:,} {state['unit']}"
         if state["tokens_per_second"]:
             what.append(f"{state['tokens_per_second']:,.0f} tok/s")
         what.append(f"{state['phase_seconds']:,.0f} s")

@@ -63,6 +63,14 @@ def test_a_long_phase_gets_a_line_and_later_another(
     clock.now += SETTLED_S
     report.look()
     assert capsys.readouterr().err == f"rlplus start  loading the model, {SETTLED_S:.0f} s\n"
+    activity.current.begin("data")
+    activity.rows.begin(0)
+    activity.rows.add(4000)
+    clock.now += SETTLED_S
+    report.look()
+    words = f"loading data 4,000 rows, {SETTLED_S:.0f} s"
+    assert capsys.readouterr().err == f"rlplus start  {words}\n"
+    assert activity.in_words() == words
     report.follow(at_step(run_config(tmp_path, train={"steps": 200}), 0), [])
     clock.now += AGAIN_S - 1
     activity.current.begin("pack")
@@ -235,6 +243,7 @@ def test_a_run_counts_its_work_and_says_how_it_ended(tmp_path: Path, monkeypatch
     assert counted.of("generate")[-1] == (12, 12)
     assert counted.of("score")[-1] == (12, 12)
     assert counted.of("demonstrations")[-1] == (6, 6)
+    assert counted.of("data") == [(6, 0)]  # rows, whose number was not known
     done = counted.of("forward_backward")
     assert [each for each, _ in done] == list(range(1, len(done) + 1))
     assert {total for _, total in done} == {len(done)}
