@@ -26,9 +26,8 @@ READING = {"source", ".", "eval"}
 DEFAULTED = re.compile(r"\$\{(\w+):?=")
 COUNTED = re.compile(r"(?:\+\+|--)([A-Za-z_]\w*)|([A-Za-z_]\w*)\s*(?:\+\+|--|[-+*/%|&^<>]*=(?!=))")
 BRACES = re.compile(r"\{[^{}\s]*(?:,|\.\.)[^{}\s]*\}")
-YAML_ONLY = re.compile(
-    r"(?:^|[\s,:\[{])[!&*]|^(?:[\d:.-]*\d[:-]\d[\d:.-]*|0\d+|yes|no|on|off)$", re.I
-)  # tags, dates, ...
+# Tags, anchors, times, octal numbers and other booleans are YAML's; Hydra takes them for text.
+YAML_ONLY = re.compile(r"(?:^|[\s,:\[{])[!&*]|^(?:[\d:.-]*\d[:-]\d[\d:.-]*|0\d+|yes|no|on|off)$", re.I)
 EXPANSION = re.compile(r"(\w*)(:?[-?]|\[(?:@|\*|\d+)\]|)(.*)", re.DOTALL)
 DEEPEST = 10_000  # characters of an expansion, which may contain others
 LONGEST = 100_000  # characters of a value, and words of an array: doubled ones have no end
@@ -54,12 +53,9 @@ def read_shell(text: str, path: Path) -> Script:
     script = Script()
     start = next(i for i, word in enumerate(target.words) if PROGRAM.fullmatch(word.raw))
     read = [(*field, word.raw) for word in target.words[start + 1 :] for field in variables.fields(word)]
-    for i, (text_, line, raw) in enumerate(read):
-        if i and read[i - 1][0] in OPTIONS:
-            continue
-        if text_ in OPTIONS and i + 1 < len(read):
-            text_ = f"{text_}={read[i + 1][0]}"
-        _read_word(text_, line, raw, script)
+    while read:
+        word, line, raw = read.pop(0)
+        _read_word(f"{word}={read.pop(0)[0]}" if word in OPTIONS and read else word, line, raw, script)
     for command in commands[found[0] + 1 :]:
         if re.match(r"[+~]*[a-z]\w*(\.\w+)+=", command.words[0].raw):
             _not_passed(command, script)
@@ -100,7 +96,7 @@ class _Variables:
     def follow(self, command: Command) -> None:
         """Take over what a command changes, in the order of the script."""
         if command.words[0].raw in READING:
-            for name in self._values:
+            for name in self._values.keys() - {"HOME"}:
                 self._forget(name)
         for name, sign, word in _changes(command) if command.sure else ():
             if word is None:
@@ -241,7 +237,10 @@ class _Variables:
             raise Unknown
         left, right = self._integer(node.left), self._integer(node.right)
         if not isinstance(node.op, ast.Div | ast.Mod):
-            return number(int(calculate(node.op, left, right)))
+            result = calculate(node.op, left, right)
+            if not isinstance(result, int):  # a shell has no powers below 1
+                raise Unknown
+            return result
         quotient = calculate(ast.FloorDiv(), abs(left), abs(right)) * (1 if (left < 0) == (right < 0) else -1)
         return quotient if isinstance(node.op, ast.Div) else left - quotient * right
 

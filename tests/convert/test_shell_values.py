@@ -52,6 +52,7 @@ SCRIPTS: dict[str, tuple[str, dict[str, Any], set[str]]] = {
     "printf": (f"X=1\nprintf -v X 8\n{VERL} a.b=$X", {}, {"a.b"}),
     "unset": (f"X=1\nunset X\n{VERL} a.b=${{X:-2}}", {}, {"a.b"}),
     "source": (f"X=1\nA=(a.b=1)\nsource other.sh\n{VERL} a.c=$X \"${{A[@]}}\"", {}, {"a.b", "a.c"}),
+    "home": (f"source other.sh\n{VERL} a.b=$HOME/x", {"a.b": "~/x"}, set()),
     "eval": (f'X=1\neval "X=2"\n{VERL} a.b=$X', {}, {"a.b"}),
     "assigned by default": (f'X=\n: "${{X:=3}}"\n{VERL} a.b=$X', {}, {"a.b"}),
     "declare": (
