@@ -77,7 +77,7 @@ def _model(draft: Draft) -> None:
         draft.set("model.lora.alpha", draft.number(f"{M}lora_alpha"), f"{M}lora_alpha")
         draft.take("model.lora.target_modules", f"{M}target_modules")
     for name in [name for name in draft.script.settings if name.startswith(f"{M}override_config.")]:
-        field = name.rpartition(".")[2]
+        field = name.removeprefix(f"{M}override_config.").removeprefix("model_config.")  # Megatron's fields are below
         key = "model.attention" if field == "attn_implementation" else f"model.overrides.{field}"
         draft.take(key, name)
 

@@ -279,3 +279,17 @@ def test_false_turns_off_what_a_number_counts(tmp_path: Path) -> None:
     path.write_text(f"{base} trainer.test_freq=3 trainer.save_freq=4")
     config = convert(path).config
     assert (config.evaluation.every, config.checkpoint.every) == (3, 4)
+
+
+def test_fields_of_fields_of_the_models_configuration_keep_their_place(tmp_path: Path) -> None:
+    fields = (
+        "rope_scaling.type=yarn",
+        "rope_scaling.factor=2.0",
+        "attn_implementation=sdpa",
+        "model_config.rope_theta=5",
+    )
+    settings = " ".join(f"+actor_rollout_ref.model.override_config.{field}" for field in fields)
+    (path := tmp_path / "a.sh").write_text(f"{VERL} algorithm.adv_estimator=grpo {settings}")
+    model = convert(path).config.model
+    assert model.overrides == {"rope_scaling": {"type": "yarn", "factor": 2.0}, "rope_theta": 5}
+    assert model.attention == "sdpa"
