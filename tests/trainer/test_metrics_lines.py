@@ -15,6 +15,7 @@ from rlplus.trainer import train
 from rlplus.trainer.groups import LARGEST, score
 from rlplus.trainer.metrics import RunLog
 from rlplus.trainer.progress import Progress
+from rlplus.trainer.ranks import initialize_distributed
 from rlplus.trainer.reporter import Reporter
 
 
@@ -68,7 +69,8 @@ def test_rewards_without_a_mean_end_the_run(value: str, tmp_path: Path) -> None:
         train(config)
 
 
-def test_nor_may_an_environment_give_one(tmp_path: Path) -> None:
+def test_nor_may_an_environment_give_one() -> None:
+    initialize_distributed()
     sample = Sample((1,), [2], 0, False, False, [-0.5])
     sample.reward, sample.scored = -1e308, True
     example = Example(0, (1,), "1", None, "")
