@@ -23,9 +23,11 @@ from rlplus.errors import install_command
 from rlplus.init.columns import Columns, find_columns
 from rlplus.init.fitting import Found, chosen_engine, find_fitting, what_would_fit, with_room
 from rlplus.plan import Cluster
+from rlplus.reward import unreadable_answers
 
 __all__ = ["Start", "start"]
 
+LOOKED_AT = 1000  # answers that are given to the grader
 UPDATE = 32  # prompts: an update has the next multiple of the ranks; a step is two updates
 COMMENTS = {
     "model.gradient_checkpointing": "keeps the layers' inputs only: less memory for about a third more time",
@@ -60,6 +62,10 @@ _WITHOUT_VLLM = (
 )
 
 
+# Keys of which a configuration has one: what is given, and what is chosen without it.
+ALTERNATIVES = (("train", "steps", "epochs"), ("reward", "function", "kind"))
+
+
 @dataclass(frozen=True)
 class Start:
     """A configuration's text and its reasons, a line each."""
@@ -78,14 +84,23 @@ def start(model: str, data: str, cluster: Cluster, overrides: Sequence[str] = ()
     fixed: dict[str, Any] = {}
     for override in overrides:
         apply_override(fixed, override)
-    if isinstance(rollout := fixed.get("rollout"), dict) and rollout.get("engine") == "auto":
+    for section in ("model", "data", "reward", "rollout", "train"):
+        if not isinstance(value := fixed.get(section, {}), dict):
+            raise ValueError(f"{section}: want a section of keys and values; got {value!r} ({type(value).__name__})")
+    rollout = fixed.get("rollout", {})
+    if rollout.get("engine") == "auto":
         del rollout["engine"]  # this is the choice
+    if rollout.get("share_weights"):
+        rollout.setdefault("engine", "transformers")
     check_data_files([data], "--data")
     if shipped_architecture(model) is None:
         check_model_path(model, "--model")
     model_keys = merged({"path": model, "gradient_checkpointing": True}, fixed.get("model", {}))
     columns = find_columns(data, fixed.get("data", {}), model_keys)
     base = _base(model_keys, columns, cluster)
+    for section, key, own in ALTERNATIVES:
+        if fixed.get(section, {}).get(key) is not None:
+            del base[section][own]
     config_from(with_room(merged(base, fixed)), "what is given")
     found = find_fitting(base, fixed, cluster)
     if found is None:
@@ -119,7 +134,7 @@ def _reasons(found: Found, columns: Columns, given: dict[str, Any]) -> list[str]
     train, steps = config.train, config.train.steps_of(columns.prompts)
     lines = [
         columns.summary(config),
-        *columns.notes,
+        *unreadable_answers(config.reward, columns.examples, LOOKED_AT),
         f"{found.tuning}; ZeRO {train.zero_stage}, micro-batches of {train.tokens_per_micro_batch:,} tokens, "
         f"responses of up to {config.rollout.max_response_length:,} tokens; {steps:,} steps",
     ]

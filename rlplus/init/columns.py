@@ -1,19 +1,22 @@
 """The columns of a file of prompts, found by their names, and the lengths of its prompts."""
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
+from pydantic import ValidationError
 from transformers import PreTrainedTokenizerBase
 
-from rlplus.config import Config, DataConfig, ModelConfig, RewardConfig, model_problem
-from rlplus.data import byte_tokenizer, load_examples, load_tokenizer, read_examples
+from rlplus.config import Config, DataConfig, ModelConfig, config_from, model_problem
+from rlplus.data import Example, byte_tokenizer, load_examples, load_tokenizer, read_examples
 from rlplus.data.choices import hidden_choices
 from rlplus.data.row_files import get_column, read_rows, row_names
-from rlplus.reward import BOX, unreadable_answers
+from rlplus.reward import BOX
 
+T = TypeVar("T", ModelConfig, DataConfig)
 NAMES = {  # they are looked for in this order
     "prompt": ("prompt", "question", "problem", "query", "instruction", "input"),
     "answer": ("answer", "final_answer", "ground_truth", "reward_model.ground_truth", "target", "label", "solution"),
@@ -25,7 +28,6 @@ BOXED = "Please reason step by step, and put your final answer within \\boxed{}.
 BOXED_ANSWER = "{demonstration}\nThe answer is \\boxed{{{answer}}}."
 LETTER = re.compile(r"[A-J]")
 LOOKED_AT = 200  # rows
-LOOKED_AT_ANSWERS = 1000
 STEP = 128  # lengths are multiples of this
 SHARE = 0.99  # share of the prompts that are short enough
 FAR = 2**20  # longer than any text here
@@ -35,7 +37,7 @@ FAR = 2**20  # longer than any text here
 class Columns:
     """values: keys of the section data. reward: the grader for its answers. tokens: whether lengths are the model's.
 
-    prompts: how many can be used. notes: on answers that the grader cannot read.
+    prompts: how many can be used. examples: the rows as training reads them.
     """
 
     values: dict[str, Any]
@@ -43,7 +45,7 @@ class Columns:
     tokens: bool
     prompts: int
     demonstration: bool
-    notes: tuple[str, ...]
+    examples: Sequence[Example]
 
     def summary(self, config: Config) -> str:
         data = config.data
@@ -71,7 +73,7 @@ def find_columns(path: str, fixed: dict[str, Any], model: dict[str, Any]) -> Col
     if not rows:
         raise ValueError(f"{path}: want at least one row; got none")
     values: dict[str, Any] = {"path": path} | _named(path, rows, fixed) | fixed
-    settings = ModelConfig.model_validate(model)
+    settings = _section(ModelConfig, "model", model)
     tokens = model_problem(str(settings.path)) is None
     tokenizer = load_tokenizer(settings) if tokens else byte_tokenizer()
     answers = [_answer(row, values) for row in rows]
@@ -93,13 +95,25 @@ def find_columns(path: str, fixed: dict[str, Any], model: dict[str, Any]) -> Col
         values.setdefault("max_prompt_length", _longest(report.prompt_lengths))
     if tokens and report.demonstration_lengths:
         values.setdefault("max_demonstration_length", _longest(report.demonstration_lengths))
-    grader = RewardConfig.model_validate({"kind": reward, "workers": 1})
-    notes = tuple(unreadable_answers(grader, examples, LOOKED_AT_ANSWERS))
-    return Columns(values, reward, tokens, report.kept, data.demonstration is not None, notes)
+    return Columns(values, reward, tokens, report.kept, data.demonstration is not None, examples)
 
 
 def _unlimited(values: dict[str, Any]) -> DataConfig:
-    return DataConfig.model_validate({"max_prompt_length": FAR, "max_dropped_share": 1.0} | values)
+    return _section(DataConfig, "data", {"max_prompt_length": FAR, "max_dropped_share": 1.0} | values)
+
+
+def _section(kind: type[T], name: str, values: dict[str, Any]) -> T:
+    """The section with these values; ValueError in the words of a whole configuration, without its other sections."""
+    try:
+        return kind.model_validate(values)
+    except ValidationError as section_error:
+        try:
+            config_from({name: values}, "what is given")
+        except ValueError as error:
+            head, *lines = str(error).splitlines()
+            text = "\n".join([head, *(line for line in lines if line.startswith(name))])
+            raise ValueError(text) from section_error
+        raise
 
 
 def _ask_for_boxes(values: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> bool:

@@ -338,6 +338,10 @@ def test_wrong_files_and_models_get_the_words_of_train(
         (("owner/none", data), "want --model a Hugging Face folder or hub name; got 'owner/none': no such folder; HF_"),
         ((model, data, "--gpu", "24"), "want --gpu one of"),
         ((model, data, "rollout.n=4"), "rollout.n: unknown key; verl's rollout.n is rollout.group_size here"),
+        ((model, data, "rollout=5"), "rollout: want a section of keys and values; got 5 (int)"),
+        ((model, data, "model.dtype=x"), "model.dtype: want 'float32' or 'bfloat16'; got 'x' (str)"),
+        ((model, data, "data.chat=7"), "data.chat: want a valid boolean; got 7 (int)"),
+        ((model, data, "model.lora.rnk=7"), "model.lora.rnk: "),
     ):
         name, file, *rest = options
         assert init(name, file, out, *(rest or ["--gpu", "24g"])) == 2, message

@@ -242,3 +242,28 @@ def test_train_refuses_what_needs_a_gpu_before_it_plans(
     said = capsys.readouterr().err
     assert "rollout.sleep: the installed vLLM computes on a GPU, and this machine has none" in said
     assert said.strip().endswith("or without vLLM: rollout.engine=transformers rollout.sleep=false")
+
+
+@pytest.mark.parametrize(
+    ("given", "wanted"),
+    [
+        ("train.steps=10", {"train": {"steps": 10, "epochs": None}}),
+        ("reward.function=mine:grade", {"reward": {"kind": None, "function": "mine:grade"}}),
+        ("reward.kind=oat", {"reward": {"kind": "oat"}}),
+        ("rollout.share_weights=true", {"rollout": {"engine": "transformers", "share_weights": True}}),
+        ("rollout.engine=auto", {"rollout": {"engine": "vllm"}}),
+        ("algorithm.preset=sft", {"algorithm": {"preset": "sft"}}),
+    ],
+)
+def test_a_given_key_takes_the_place_of_what_it_excludes(
+    given: str, wanted: dict[str, dict[str, Any]], model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And the file passes the checks of train."""
+    be(monkeypatch, "cpu", gpu=False)
+    monkeypatch.chdir(tmp_path)
+    Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in DATA["gsm8k"]))
+    assert main(["init", "--model", model, "--data", "rows.jsonl", given]) == 0
+    config = load_config("run.yaml").model_dump()
+    assert {part: {key: config[part][key] for key in keys} for part, keys in wanted.items()} == wanted
+    monkeypatch.setattr(command, "_train_stage", lambda config, resume: None)
+    assert main(["train", "run.yaml"]) == 0
