@@ -47,7 +47,7 @@ class Work:
 
 
 current = Activity()
-rows = Work()  # of data, as they are read: their number is not known before, so `total` is 0
+rows = Work()  # rows of data, as they are read: their number is not known before, so `total` is 0
 rollouts = Work()  # responses, of the engine's last call
 grading = Work()  # responses
 micro_batches = Work()  # an update's

@@ -184,7 +184,7 @@ class Reporter:
             what[0] += f" {state['done']:,} of {state['total']:,} {state['unit']}{where}"
             if state["done"] >= SAYS_MUCH * state["total"]:
                 phase_left = (state["total"] / state["done"] - 1) * state["phase_seconds"]
-        elif state["done"]:  # of rows that are read, how many there are is not known
+        elif state["done"]:  # rows that are read: their number is not known before
             what[0] += f" {state['done']:,} {state['unit']}"
         if state["tokens_per_second"]:
             what.append(f"{state['tokens_per_second']:,.0f} tok/s")
