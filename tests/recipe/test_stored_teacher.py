@@ -27,7 +27,7 @@ from transformers import (
 from update_cases import packed
 
 from rlplus.common import teacher_states
-from rlplus.common.durable import locked
+from rlplus.common.durable import UNSEALED, locked, write_text
 from rlplus.common.teacher_states import TeacherStates, digest
 from rlplus.config import Config
 from rlplus.data import byte_tokenizer
@@ -342,7 +342,7 @@ def test_states_that_do_not_fit_the_run_are_refused(tmp_path: Path, script: Any)
         train(stored(tmp_path, model=run_config(tmp_path).model.model_dump() | {"dtype": "bfloat16"}))
     facts = json.loads((states / "states.json").read_text())
     facts["teacher"]["vocabulary"] = "another"
-    (states / "states.json").write_text(json.dumps(facts))
+    write_text(states / "states.json", json.dumps(facts | {"seal": UNSEALED}), sealed=True)
     with pytest.raises(ValueError, match="want a teacher whose tokenizer has the policy's tokens"):
         train(stored(tmp_path))
     (states / "states.json").unlink()
