@@ -59,7 +59,7 @@ def chosen_engine(rollout: dict[str, Any], cluster: Cluster) -> str:
 
 
 def tunings_for(rollout: dict[str, Any], cluster: Cluster) -> list[dict[str, Any]]:
-    """What to try, with this cluster's engine: first what trains more weights, then what has whole ones.
+    """Tunings to try, with this cluster's engine: first what trains more weights, then what has whole ones.
 
     Last comes what moves them over the bus in each step. rollout: keys of the section that are given.
     """
