@@ -93,7 +93,8 @@ def test_inits_file_asks_for_what_is_graded_and_its_plan_counts_the_weights(
     name: str, model: str, file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = load_config(file)
-    assert (config.reward.kind, config.data.system_prompt, config.algorithm.preset) == ("math_verify_box", BOXED, "rlplus")
+    chosen = (config.reward.kind, config.data.system_prompt, config.algorithm.preset)
+    assert chosen == ("math_verify_box", BOXED, "rlplus")
     assert (config.data.prompt, config.data.answer, config.data.demonstration) == ("question", "answer", "solution")
     assert config.rollout.engine == "vllm"
     assert config.model.lora is None
