@@ -82,6 +82,10 @@ class TrainConfig(Section):
     """Backend of the head, see rlplus.linear_policy_loss."""
     max_scratch_mb: Count | None = None
     """Scratch memory of the head, see rlplus.linear_policy_loss."""
+    backward: Literal["exact", "sampled"] = "exact"
+    """Backward pass of the policy's head, see rlplus.linear_policy_loss. sampled: unbiased, for little more than the
+    time of its forward pass; actor/backward_noise is its relative error. Seeds follow from seed, update, micro-batch
+    and rank, so that a resumed run has the same."""
     memory: Literal["fast", "least"] | None = None
     """Memory or time of the head, see rlplus.linear_policy_loss. least needs 80 MB of scratch, for a third more time
     there on a CPU in fp32, and twice the time on an H200 in bf16; None: least on a GPU where max_scratch_mb is so small
@@ -155,6 +159,11 @@ class TrainConfig(Section):
             raise ValueError(f"deepspeed.{owned[0]}: leave it out, the trainer sets micro-batches, AdamW and dtype")
         if self.memory == "least" and self.backend == "reference":
             raise ValueError("backend reference keeps the full logits: want memory fast; got least")
+        if self.backward == "sampled" and (self.memory == "least" or self.backend == "reference" or self.shard_head):
+            got = f"memory {self.memory}, backend {self.backend}, shard_head {self.shard_head}"
+            raise ValueError(
+                "backward sampled: want memory fast, another backend than reference, and no shard_head; got " + got
+            )
         if self.offload_params != "none" and self.zero_stage < 3:
             raise ValueError(f"offload_params needs weights in shards: want zero_stage 3; got {self.zero_stage}")
         if self.optimizer == "adamw8bit" and self.offload_optimizer == "cpu":

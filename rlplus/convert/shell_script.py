@@ -79,7 +79,7 @@ def _came(lines: str, text: str) -> str:
 class _Variables:
     def __init__(self) -> None:
         self._values: dict[str, str | list[Field]] = {"HOME": "~"}
-        self._unsure: dict[str, list[Word | None]] = {}  # what may be assigned, and may not
+        self._unsure: dict[str, list[Word | None]] = {}  # a name that may be assigned, and may not
         self._added: set[str] = set()  # arrays to which unsure commands only add
         self._open: set[str] = set()
 

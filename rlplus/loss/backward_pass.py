@@ -34,8 +34,8 @@ def with_draws(head: Head, backward: str, threshold: float, seed: int | None, ba
         raise ValueError(f"want threshold in (0, 1); got {threshold!r}")
     if isinstance(seed, bool) or not isinstance(seed, int | None):
         raise ValueError(f"want seed an int or None; got {seed!r}")
-    if backend == "reference" or head.group or head.kept_offsets is not None:
-        which = "backend 'reference'" if backend == "reference" else "a split head" if head.group else "kept tokens"
+    if backend == "reference" or head.group:
+        which = "a split head" if head.group else "backend 'reference'"
         raise ValueError(f"want backward 'exact' with {which}; got 'sampled'")
     device = head.hidden.device
     generator = None if seed is None else torch.Generator(device).manual_seed(seed)

@@ -6,7 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from math import isfinite
+from math import isfinite, sqrt
 from pathlib import Path
 
 import torch
@@ -119,6 +119,11 @@ def tally_outputs(tally: Tally, outputs: Sequence[PolicyLoss]) -> None:
         ("clip_fraction_high", "clipped_high", "tokens_internal"),
     ):
         tally.mean(f"actor/{metric}", total[name], total[count])
+    if "sampled_square" in total:
+        square = total["sampled_square"]
+        tally.mean("actor/backward_noise", sqrt(total["sampled_variance"] / square) if square else 0.0, square > 0)
+        tally.mean("actor/backward_elements", total["sampled_elements"], total["tokens"])
+        tally.mean("actor/backward_flat_rows", total["sampled_flat"], total["tokens"])
     if "mismatch_truncated" in total:  # there is a cap
         tally.mean("mismatch/truncated", total["mismatch_truncated"], total["tokens_internal"])
 

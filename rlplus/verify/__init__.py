@@ -69,6 +69,10 @@ def verify_run(folder: Path, step: int | None = None, sequences: int = 4) -> Ver
     with TemporaryDirectory(prefix="rlplus-verify-") as place:
         config = _copy(last, Path(place))
         prepared = _take(config, last.name, sequences)
+        if config_in(last, checkpoint.read_state(last)).train.backward == "sampled":
+            prepared.notes.append(
+                "the draws of train.backward sampled: the gradient is that of the exact backward pass"
+            )
         return _compare(prepared, Path(place), sequences=len(prepared.taken.update.samples), step=_step(last) + 1)
 
 
@@ -110,7 +114,8 @@ def _copy(last: Path, place: Path) -> Config:
     (place / "checkpoints" / last.name).symlink_to(last.resolve(), target_is_directory=True)
     silent = config.log.model_copy(update={"samples_every": 0, "wandb": None, "trackio": None})
     rollout = config.rollout.model_copy(update={"max_logprob_gap": 1e9})  # a gap is a finding, not the end
-    copied = config.model_copy(update={"output_dir": str(place), "log": silent, "rollout": rollout})
+    exact = config.train.model_copy(update={"backward": "exact"})
+    copied = config.model_copy(update={"output_dir": str(place), "log": silent, "rollout": rollout, "train": exact})
     check_training_files(copied)
     return copied
 

@@ -1,4 +1,4 @@
-"""What `rlplus convert` reads of Python files, beside what these pass to TRL when they run.
+"""The values that `rlplus convert` reads of Python files, beside the ones that these pass to TRL when they run.
 
 A value that is read is the value in every run, and each keyword is in the result.
 """

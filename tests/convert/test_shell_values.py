@@ -1,4 +1,4 @@
-"""What `rlplus convert` reads of shell scripts, beside what bash passes to verl.
+"""The values that `rlplus convert` reads of shell scripts, beside the ones that bash passes to verl.
 
 A value that is read is the value in every run, and each key that a run passes is in the result.
 """
@@ -133,7 +133,7 @@ SCRIPTS: dict[str, tuple[str, dict[str, Any], set[str]]] = {
 
 
 def passed(text: str, flag: str, folder: Path) -> list[str]:
-    """What bash passes to verl."""
+    """The arguments that bash passes to verl."""
     assert BASH
     (path := folder / "run.sh").write_text(STAND_IN + text)
     out = processes.run([BASH, str(path)], cwd=folder, env={"FLAG": flag, "HOME": "~", "PATH": "/nonexistent"}).stdout

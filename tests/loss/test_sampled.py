@@ -257,6 +257,27 @@ def test_a_gradient_of_the_weight_that_is_there_and_a_frozen_head(backend: str) 
     assert torch.equal(hidden.grad, whole["dhidden"])
 
 
+@EVERY
+def test_rows_with_kept_tokens_are_exact_beside_sampled_ones(backend: str) -> None:
+    head, constants = sample(6, V=40, dtype=FP32)
+    constants = {k: v for k, v in constants.items() if k in ("advantage", "old_logprob")} | {
+        "token_weight": torch.ones(6)
+    }
+    offsets = torch.tensor([0, 3, 3, 6, 6, 9, 9])
+    others = [[(y + 1) % 40, (y + 2) % 40] for y in head["target"].tolist()]
+    tokens = torch.tensor([v for i in (0, 2, 4) for v in (head["target"][i].item(), *others[i])])
+    options: dict[str, Any] = {"kept": (offsets, tokens), "backend": backend}
+    exact = run(head, constants, PLAIN, **options)
+    got = run(head, constants, PLAIN, seed=2, **options, **sampled(2.0**-4))
+    torch.testing.assert_close(got["dhidden"][[0, 2, 4]], exact["dhidden"][[0, 2, 4]], rtol=1e-5, atol=1e-6)
+    assert not torch.equal(got["dhidden"][1], exact["dhidden"][1])
+    for name in ("tokens", "loss_internal", "prob_external"):
+        torch.testing.assert_close(got["stats"][name], exact["stats"][name], rtol=1e-5, atol=1e-6)
+    assert got["stats"]["sampled_elements"] > 3
+    with pytest.raises(ValueError, match="want backward 'exact' with kept tokens, whose gradient is sparse by itself"):
+        linear_logprob(head["hidden"].requires_grad_(), head["weight"], head["target"], backward="sampled", **options)
+
+
 @pytest.mark.parametrize("needs", [(True, True, True), (True, False, False), (False, True, False)])
 def test_they_are_well_formed_torch_ops(needs: tuple[bool, ...]) -> None:
     head, _ = sample(6, V=20)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from rlplus.loss import MISMATCH_STATS, STATS, Objective, TokenConstants, token_loss
 from rlplus.loss.backends.pair_sums import Grads, PairGradients, bags, spans
+from rlplus.loss.backends.sampled import SAMPLED_STATS
 from rlplus.loss.head import FLOOR, Head, cap_slope, capped, drop_smallest, scaled
 from rlplus.loss.inputs import check_values
 
@@ -68,7 +69,8 @@ def policy_loss(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Grads]:
     """whole(head, constants, needs, weight_grad): the loss of rows with the whole vocabulary. Returns as it does."""
     logprob, entropy = (head.hidden.new_empty(len(head.target), dtype=head.dtype) for _ in range(2))
-    stats = logprob.new_zeros(len(STATS if constants.engine_logprob is None else STATS + MISMATCH_STATS))
+    own = len(STATS if constants.engine_logprob is None else STATS + MISMATCH_STATS)
+    stats = logprob.new_zeros(own + (0 if head.uniform is None else len(SAMPLED_STATS)))
     loss, grads = logprob.new_zeros(()), PairGradients(head, needs, weight_grad)
     dense, some = _sets(head)
     if len(dense):
@@ -80,7 +82,8 @@ def policy_loss(
         rows = _statistics(part_head, pairs, scratch_bytes)
         logprob[some], entropy[some] = rows.logprob, rows.entropy
         out = token_loss(rows.logprob, rows.entropy, constants.rows(some), objective)
-        loss, stats = loss + out.loss, stats + torch.stack(list(out.stats.values()))
+        loss = loss + out.loss
+        stats[:own] += torch.stack(list(out.stats.values()))
         dlogprob = drop_smallest(out.dlogprob, rows.logprob, grad_filter)
         dz = _pair_gradient(part_head, pairs, rows, dlogprob, out.dentropy)
         grads.add(some, part_head, pairs.row, pairs.token, dz, scratch_bytes)

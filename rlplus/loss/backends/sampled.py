@@ -28,7 +28,7 @@ MOST = 512  # elements of a row, besides the target's
 
 
 class Drawn(NamedTuple):
-    """What was drawn from a chunk. row, token (M,) int64 in order of rows, w (M,), log p (M,), and dz / dx (M,) of the
+    """The draw from a chunk. row, token (M,) int64 in order of rows, w (M,), log p (M,), and dz / dx (M,) of the
     softcap or None; own_slope (n,): the same of the target, or None.
 
     Per row (n,): logprob, entropy; variance, the sum of the variances of w; square, the sum of squares of
@@ -49,7 +49,7 @@ class Drawn(NamedTuple):
 
 
 class Drawer(Protocol):
-    """What a backend gives."""
+    """The part of a backend."""
 
     def draws(self, head: Head, on: Tensor, scratch_bytes: float) -> Iterator[tuple[slice | Tensor, Drawn]]:
         """Chunks of the head's rows, by slice or index, and what was drawn. on (N,) bool: rows that keep elements."""
