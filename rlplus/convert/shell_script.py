@@ -10,8 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import yaml
-
+from rlplus.common.yaml_text import parse_yaml
 from rlplus.convert.draft import Script
 from rlplus.convert.expressions import Unknown, calculate, number
 from rlplus.convert.shell_words import Command, Part, Scanner, Word
@@ -306,6 +305,6 @@ def _typed(value: str) -> Any:
     if "\n" in value or YAML_ONLY.search(value):
         return value
     try:
-        return yaml.safe_load(re.sub(r"(?<=\w):(?=[^\s/])", ": ", value) if value.startswith("{") else value)
-    except (yaml.YAMLError, ValueError):
+        return parse_yaml(re.sub(r"(?<=\w):(?=[^\s/])", ": ", value) if value.startswith("{") else value, "a setting")
+    except ValueError:
         return value
