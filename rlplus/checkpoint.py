@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 SAVING = "saving"
 NAME = re.compile(r"step-\d+")
-UNKNOWN, UNLISTED = "unknown", "unlisted"  # in the place of an `_identity`
+UNKNOWN, UNLISTED = "unknown", "unlisted"  # stands for an `_identity`
 WRITTEN = {"step", "world_size", "rank_state", "files"}  # added by `save` to a state; rank_state: whether there is one
 
 

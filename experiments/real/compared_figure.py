@@ -12,7 +12,7 @@ REWARD = "reward/internal"  # the mean reward of sampled responses
 
 
 def draw(results: Results, path: Path) -> None:
-    """Write two panels to a file, the same bytes each time: a line for each run, and the mean of the runs with its interval and a dot for each."""
+    """Write two panels to a file, the same bytes each time: a line for each run; their mean, its interval and dots."""
     methods = list(dict.fromkeys((BASE, *(one.method for one in results.outcomes))))
     with matplotlib.rc_context({"font.size": 9, "svg.hashsalt": "rlplus", "svg.fonttype": "none"}):
         figure = Figure(figsize=(9, 3.4), layout="tight")

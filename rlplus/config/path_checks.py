@@ -24,7 +24,7 @@ from rlplus.errors import install_command
 logger = logging.getLogger(__name__)
 
 HUB_TIMEOUT_S = 10.0  # the hub's own client tries for most of a minute, file by file
-SILENT_S = 0.8  # after such a wait for the hub a line says so
+SILENT_S = 0.8  # a line says so after such a wait for the hub
 
 _JINJA = re.compile(r"\{[{%]")
 _HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")

@@ -161,7 +161,7 @@ def _named(path: str, rows: list[dict[str, Any]], fixed: dict[str, Any]) -> dict
 def _first(rows: list[dict[str, Any]], names: list[str]) -> str | None:
     """The first column that every row has, else the one that most have; None without a name."""
     having = {name: sum(_has(row, name) for row in rows) for name in names}
-    return max(having, key=having.__getitem__, default=None)  # of equal ones the first
+    return max(having, key=having.__getitem__, default=None)  # the first of equal ones
 
 
 def _has(row: dict[str, Any], column: str) -> bool:

@@ -89,7 +89,7 @@ def linear_policy_loss(
     Rows of weight 0 are left out by selection: their contents, NaN included, change no bit of loss and gradients,
     and their target and temperature may be anything.
 
-    backward           "exact", "sampled", or "auto", which the environment variable RLPLUS_BACKWARD replaces, else "exact".
+    backward           "exact", "sampled", or "auto": what the environment variable RLPLUS_BACKWARD says, else "exact".
                        "sampled": of a row's probabilities only those of at least `threshold`, and the target's element,
                        have their own gradient; each other p is kept with probability p / threshold and counts as the
                        threshold. So the gradients have the exact mean, and the backward pass has no GEMM: it adds up

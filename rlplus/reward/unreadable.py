@@ -7,7 +7,7 @@ from rlplus.config import RewardConfig
 from rlplus.data import Example
 from rlplus.reward.scorer import Scorer
 
-_READ = ("ok", "unparsed", "no_box")  # of an empty response, whose answer could be read
+_READ = ("ok", "unparsed", "no_box")  # an empty response has this status where the answer could be read
 _NUMBER = re.compile(r"-?\d{1,9}(?:\.\d{1,9})?")
 # Answers that need no grader to try them, by kind; any other one is tried.
 _PLAIN = {

@@ -30,7 +30,7 @@ _SYMBOLS = {
     "\\pi": "pi", "\\infty": "inf", "\\cup": "U", "\\cdot": "*", "\\times": "*", "\\leq": "≤", "\\le": "≤",
     "\\geq": "≥", "\\ge": "≥", "\\neq": "≠", "\\ne": "≠", "\\pm": "±", "\\in": "∈", "\\left": "", "\\right": "",
 }  # fmt: skip
-_CONJUNCTION = re.compile(r"\\text\{\s*(?:or|and)\s*\}")  # what follows is not the text of a unit
+_CONJUNCTION = re.compile(r"\\text\{\s*(?:or|and)\s*\}")  # the rest is not the text of a unit
 _HARD = re.compile(r"\^[{(]|\^[0-9]+\^|\^[0-9][0-9]+")  # powers on which sympy may hang
 _MOST_LETTERS = 2  # also: no Python names reach sympy, whose parser evaluates what it reads
 

@@ -15,7 +15,7 @@ _LONG = 4  # letters that are a word; fewer may be a product, such as abc
 # Two words or more and punctuation, as in "see the book".
 _PROSE = re.compile(r"[^\W\d_]+(?:[\s,;:.?!'\"()-]+[^\W\d_]+)+[\s.?!)]*")
 _WORD = re.compile(r"[^\W\d_]{2,}")
-# What data sets write where they have no answer.
+# Texts that data sets have in the place of an answer.
 _MISSING = frozenset({"proof", "notfound", "not found", "n/a", "nan", "null", "no answer", "see solution"})
 
 
