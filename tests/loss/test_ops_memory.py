@@ -68,6 +68,26 @@ def test_least_is_as_exact_as_one_pass(
         check_precision(got, head, constants, objective, gemm_dtype=gemm_dtype(backend, dtype))
 
 
+@pytest.mark.parametrize("backend", ["torch", CPP])
+def test_an_fp32_sum_of_the_weights_gradient_is_not_rounded_to_bf16(backend: str) -> None:
+    """Into the caller's fp32 buffer, and for a weight of fp32: as exact as one pass, and no bf16 numbers."""
+    head, constants = sample(200, V=61, dtype=torch.bfloat16, H=8)
+    exact = closed(to(head, torch.float64), to(constants, torch.float64), EVERYTHING)["dweight"]
+    errors = {}
+    for memory in ("fast", "least"):
+        options: dict[str, Any] = {"backend": backend, "memory": memory, "max_scratch_mb": megabytes(200, 16)}
+        total = torch.zeros(61, head["hidden"].shape[1])
+        leaf = head | {"hidden": head["hidden"].clone().requires_grad_()}
+        inputs = {"old_logprob": None} | constants | {"objective": EVERYTHING}
+        linear_policy_loss(**leaf, **inputs, weight_grad=total, **options).loss.backward()
+        wide = run(head | {"weight": head["weight"].float()}, constants, EVERYTHING, **options)["dweight"]
+        assert wide.dtype == torch.float32
+        for got in (total, wide):
+            assert not torch.equal(got, got.bfloat16().float())
+            errors.setdefault(memory, []).append((got - exact).norm() / exact.norm())
+    assert max(errors["least"]) <= 1.5 * max(errors["fast"])
+
+
 def test_dhidden_borrows_the_memory_of_dweight() -> None:
     for n, V, lent in ((23, 61, True), (3, 300, True), (40, 61, False)):
         head, _ = sample(n, V=V, dtype=torch.bfloat16)

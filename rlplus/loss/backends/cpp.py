@@ -340,9 +340,10 @@ def known_rows(head: Head, rows: Statistics, dlogprob: Tensor, dentropy: Tensor 
 
 
 def block_gradient(head: Head, z: Tensor, known: tuple[Any, ...]) -> Tensor:
-    narrow, (source, statistics, dlogprob, dentropy) = gemm_of(head) is not None, known
-    _row_gradient(z, source, head, wide_bias(head), statistics, dlogprob, dentropy, narrow)
-    return z.view(torch.bfloat16)[:, : z.shape[1]] if narrow else z
+    """In fp32, as its products are: those of bf16 matrices have bf16 results, and blocks are added up."""
+    source, statistics, dlogprob, dentropy = known
+    _row_gradient(z, source, head, wide_bias(head), statistics, dlogprob, dentropy, narrow=False)
+    return z
 
 
 def add_dhidden(total: Tensor, dz: Tensor, head: Head) -> None:
