@@ -85,7 +85,7 @@ def test_an_fp32_sum_of_the_weights_gradient_is_not_rounded_to_bf16(backend: str
         for got in (total, wide):
             assert not torch.equal(got, got.bfloat16().float())
             errors.setdefault(memory, []).append((got - exact).norm() / exact.norm())
-    assert max(errors["least"]) <= 1.5 * max(errors["fast"])
+    assert max(errors["least"]) <= 1.5 * max(errors["fast"]) + 1e-6
 
 
 def test_dhidden_borrows_the_memory_of_dweight() -> None:
