@@ -13,7 +13,8 @@ from rlplus.kernels.elementwise import FUSION, LN_2, _at_rows, _exp, _expm1, _fl
 from rlplus.kernels.linear_logprob import check, check_rows
 from rlplus.kernels.row_values import ENTROPY, LOGPROB, LOGSUM, REFERENCE, WIDTH
 
-LAUNCH = {"BLOCK_V": 2048, "num_warps": 8, **FUSION}
+LAUNCH = {"num_warps": 8, **FUSION}
+BLOCK_OF_EXPONENTIALS, BLOCK_OF_LOGITS = 2048, 1024  # columns: 16 bytes of bf16 and of fp32 for each thread
 COUNT, FLAT, VARIANCE, SQUARE, SUMS = (tl.constexpr(i) for i in range(5))
 
 
@@ -37,25 +38,26 @@ def draw_rows(
         raise ValueError(f"want token int32 ({len(target)}, most + 2), exponentials without a softcap; got {got}")
     if n:
         _draw_kernel[(n,)](
-            token, w, logp, slope, sums, values, rows, on, uniform, target, bias, rows.stride(0), V, K,
+            token, w, logp, slope, sums, values, rows, on, uniform, target, bias, rows.stride(0), (V, rows.shape[1], K),
             (threshold, max(threshold, 1 / most), float(most)), 1 / temperature, softcap, row_temperature,
-            exponentials, **LAUNCH,
+            exponentials, BLOCK_V=BLOCK_OF_EXPONENTIALS if exponentials else BLOCK_OF_LOGITS, **LAUNCH,
         )  # fmt: skip
 
 
 @triton.jit
 def _pass(
-    token, w, logp, slope, row, V, K, y, u, level, reference, logsum, bias, inv_temperature, softcap,
+    token, w, logp, slope, row, sizes, y, u, level, reference, logsum, bias, inv_temperature, softcap,
     EXPONENTIALS: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     """Elements at this level: their number, the number of large p, mass and squares of the others, all squares."""
+    V, W, K = sizes
     none = (y * 0).to(tl.int32)  # a tensor in the interpreter, too
     count, large, total = none, none, u * level
     mass, mass_squares, squares = 0.0, 0.0, 0.0
     for start in range(0, V, BLOCK_V):
         v = start + tl.arange(0, BLOCK_V)
         inside = v < V
-        raw = tl.load(row + v, inside, 0.0).to(tl.float32)
+        raw = tl.load(row + v, v < W, 0.0).to(tl.float32)  # W is a multiple of 16: loads are 16 bytes wide
         if EXPONENTIALS:
             lp = _floor(_log2(raw) * LN_2) - logsum
             p = raw * _exp(-logsum)
@@ -90,10 +92,11 @@ def _pass(
 
 @triton.jit
 def _draw_kernel(
-    token, w, logp, slope, sums, values, rows, on, uniform, target, bias, stride, V, K, levels, inv_temperature,
+    token, w, logp, slope, sums, values, rows, on, uniform, target, bias, stride, sizes, levels, inv_temperature,
     softcap, row_temperature, EXPONENTIALS: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     level, raised, most = levels
+    K = sizes[2]
     n = tl.program_id(0).to(tl.int64)
     inv_temperature = _at_rows(inv_temperature, row_temperature, n, True)
     if softcap is not None:
@@ -109,14 +112,14 @@ def _draw_kernel(
     count, flat, variance, square = none, none, 0.0, 0.0
     if (tl.load(on + n) != 0) & (entropy == entropy):
         count, large, mass, below, square = _pass(
-            token, w, logp, slope, row, V, K, y, u, level, reference, logsum, bias, inv_temperature, softcap,
+            token, w, logp, slope, row, sizes, y, u, level, reference, logsum, bias, inv_temperature, softcap,
             EXPONENTIALS, BLOCK_V,
         )  # fmt: skip
         variance = level * mass - below
         if (large + mass / level > most) & (raised > level):
             flat = none + 1
             count, large, mass, below, square = _pass(
-                token, w, logp, slope, row, V, K, y, u, raised, reference, logsum, bias, inv_temperature, softcap,
+                token, w, logp, slope, row, sizes, y, u, raised, reference, logsum, bias, inv_temperature, softcap,
                 EXPONENTIALS, BLOCK_V,
             )  # fmt: skip
             variance = raised * mass - below

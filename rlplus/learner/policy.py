@@ -50,7 +50,7 @@ class Policy(Learner):
         head = (config.train.backend, this_device(), getattr(torch, config.model.dtype))
         choose(*head)  # a GPU's self-check needs memory, which the model is about to take
         self.backend: str = config.train.backend
-        self._draw = (-1, 0)  # the update and its micro-batch that had the last seed
+        self._draws = 0  # micro-batches of the update that have a seed
         self.samples = temperature is None  # its logprobs are of the distribution that is sampled from
         self.temperature = config.rollout.temperature if temperature is None else temperature
         super().__init__(config, model_path, model_config, own)
@@ -114,6 +114,7 @@ class Policy(Learner):
         self, batches: Sequence[MicroBatch], objective: Objective, before_each: Callable[[], None] | None = None
     ) -> list[PolicyLoss]:
         """`backward` of the policy loss."""
+        self._draws = 0
         outputs = self.backward(batches, partial(self._loss_op, objective), before_each)
         if self._sharded is not None:
             self._sharded.give_gradient()
@@ -129,8 +130,9 @@ class Policy(Learner):
             token_weight=constants.token_weight * ranks, entropy_weight=None if bonus is None else bonus * ranks
         )
         options = {"objective": objective, "memory": self.config.train.memory} | self.head_options(batch)
+        options["backward"] = self.config.train.backward
         if self.config.train.backward == "sampled":
-            options |= {"backward": "sampled", "seed": self._next_seed()}
+            options["seed"] = self._next_seed()
         if self._sharded is not None:
             return partial(self._sharded.policy_loss, constants=constants, **options)
         op = partial(linear_policy_loss, **constants._asdict(), **options)
@@ -140,9 +142,9 @@ class Policy(Learner):
 
     def _next_seed(self) -> int:
         """The seed of a micro-batch's backward pass: of the run, the update, the micro-batch in it and the rank."""
-        update = self.engine.global_steps
-        self._draw = (update, self._draw[1] + 1 if self._draw[0] == update else 0)
-        return Random(f"{self.config.train.seed} {self._draw} {dist.get_rank()}").getrandbits(63)
+        self._draws += 1
+        place = f"{self.engine.global_steps} {self._draws} {dist.get_rank()}"
+        return Random(f"{self.config.train.seed} {place}").getrandbits(63)
 
     def constants(self, batch: MicroBatch, objective: Objective) -> TokenConstants:
         """The constants that the loss of the batch's tokens depends on besides the policy."""

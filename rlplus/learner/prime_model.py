@@ -44,7 +44,7 @@ class ProcessModel(Policy):
         weight = batch.token_weight * ranks  # DeepSpeed averages gradients over ranks, the weights are global already
 
         def op(hidden: Tensor, head_weight: Tensor, **head: Any) -> OutcomeLoss:
-            logprob, _ = linear_logprob(hidden, head_weight, **head, **self.head_options(batch))
+            logprob, _ = linear_logprob(hidden, head_weight, **head, backward="exact", **self.head_options(batch))
             return OutcomeLoss(outcome_loss(logprob - reference, outcome, weight, batch.sequence, beta))
 
         return op

@@ -1,7 +1,7 @@
 """Which backward pass a call has: exact, or sampled by random numbers that come with the head."""
 
 import os
-from typing import Literal, get_args
+from typing import Literal, NoReturn, get_args
 
 import torch
 
@@ -23,21 +23,29 @@ def backward_of(name: str) -> str:
     return chosen if chosen not in ("", "auto") else "exact"
 
 
-def with_draws(head: Head, backward: str, threshold: float, seed: int | None, backend: str) -> Head:
-    """The head with random numbers for its backward pass, if that is sampled.
+def refuse(backward: str, what: str) -> NoReturn:
+    """ValueError for a sampled backward pass together with `what`; it says where the choice came from."""
+    came = "'sampled', from RLPLUS_BACKWARD" if backward == "auto" else "'sampled'"
+    raise ValueError(f"want backward 'exact' with {what}; got {came}")
 
-    seed: an int; None: the numbers are the next of torch's generator of the device.
-    """
-    if backward_of(backward) == "exact":
-        return head
+
+def check_backward(backward: str, threshold: float, seed: int | None) -> str:
+    """The kind of backward pass, see `backward_of`. ValueError for wrong options, whichever it is."""
+    way = backward_of(backward)
     if isinstance(threshold, bool) or not isinstance(threshold, int | float) or not 0 < threshold < 1:
         raise ValueError(f"want threshold in (0, 1); got {threshold!r}")
-    if isinstance(seed, bool) or not isinstance(seed, int | None):
-        raise ValueError(f"want seed an int or None; got {seed!r}")
-    if backend == "reference" or head.group:
-        which = "a split head" if head.group else "backend 'reference'"
-        raise ValueError(f"want backward 'exact' with {which}; got 'sampled'")
+    if isinstance(seed, bool) or not isinstance(seed, int | None) or not -(2**63) <= (seed or 0) < 2**64:
+        raise ValueError(f"want seed an int of 64 bits or None; got {seed!r}")
+    return way
+
+
+def with_draws(head: Head, backward: str, threshold: float, seed: int | None, backend: str) -> Head:
+    """The head with random numbers for its backward pass; those of torch's generator of the device without a seed."""
     device = head.hidden.device
+    if backend == "reference" or head.group:
+        refuse(backward, "a split head" if head.group else "backend 'reference'")
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        refuse(backward, "a CUDA graph that is captured, since the host waits for the number of elements")
     generator = None if seed is None else torch.Generator(device).manual_seed(seed)
     uniform = torch.rand(len(head.target), generator=generator, device=device, dtype=torch.float32)
     return head._replace(uniform=uniform, threshold=float(threshold))

@@ -11,7 +11,7 @@ from rlplus.errors import hint
 from rlplus.loss import Objective, TokenConstants, library, sampled_library
 from rlplus.loss.backends import reference
 from rlplus.loss.backends.selection import BACKENDS, backend_for
-from rlplus.loss.backward_pass import THRESHOLD, Backward, with_draws
+from rlplus.loss.backward_pass import THRESHOLD, Backward, check_backward, refuse, with_draws
 from rlplus.loss.causal_lm import head_of
 from rlplus.loss.head import Head
 from rlplus.loss.head_arguments import make_head
@@ -94,12 +94,14 @@ def linear_policy_loss(
                        have their own gradient; each other p is kept with probability p / threshold and counts as the
                        threshold. So the gradients have the exact mean, and the backward pass has no GEMM: it adds up
                        some ten rows for each token of a peaked policy (`backends/sampled.py`). The relative error of
-                       the logits' gradient is about sqrt(stats["sampled_variance"] / stats["sampled_square"]). Not with
-                       backend "reference", grad_filter, memory="least" or a split head
+                       the logits' gradient is about sqrt(stats["sampled_variance"] / stats["sampled_square"]), but for
+                       an entropy bonus and a softcap. The host waits for numbers of elements. Not with backend
+                       "reference", grad_filter, memory="least", a split head or a CUDA graph
     threshold          the default, 2^-12, is an error of 1.3e-3 on rows of a policy of .24 nats; at a quarter of it the
                        error and the number of elements are half and twice as large, about. A row that would keep more
                        than 512 elements has a larger one, 1 / 512, and is counted in stats["sampled_flat"]
-    seed               of the random numbers, one for each token; None: the next ones of torch's generator
+    seed               of the random numbers, one for each token; another one at each call, else noise adds up. None:
+                       the next ones of torch's generator, which torch.compile(fullgraph=True) wants
     grad_filter        drop, per chunk, the smallest rows of the backward pass while their summed L1 mass stays within
                        this share of the whole; refused with an entropy bonus. The mass belongs to the gradient of the
                        logits; behind a softcap the change is smaller still, as |d logits / d (hidden weight^T)| <=
@@ -153,11 +155,10 @@ def linear_policy_loss(
             raise ValueError(
                 "backend 'reference' keeps the full logits: it takes no memory='least', weight_grad or split head"
             )
-        head = with_draws(head, backward, threshold, seed, backend)
-        if head.uniform is not None and grad_filter:
-            raise ValueError(f"want grad_filter 0 with backward 'sampled'; got {grad_filter}")
-        if head.uniform is not None and memory == "least":
-            raise ValueError("want memory 'fast' or None with backward 'sampled'; got 'least'")
+        if check_backward(backward, threshold, seed) == "sampled":
+            head = with_draws(head, backward, threshold, seed, backend)
+            if grad_filter or memory == "least":
+                refuse(backward, "grad_filter" if grad_filter else "memory='least'")
     if backend == "reference":
         weighted, _ = library.check_policy_rows(head, constants, objective)
         library.check_targets(head, len(head.weight), weighted)
@@ -199,12 +200,10 @@ def linear_logprob(
         if backend == "reference" and head.group:
             raise ValueError("backend 'reference' keeps the full logits: it takes no split head")
         differentiated = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in head[:3])
-        if differentiated:
+        if check_backward(backward, threshold, seed) == "sampled" and differentiated:
+            if head.kept_offsets is not None:
+                refuse(backward, "kept tokens, whose gradient is sparse by itself")
             head = with_draws(head, backward, threshold, seed, backend)
-        if head.uniform is not None and head.kept_offsets is not None:
-            raise ValueError(
-                "want backward 'exact' with kept tokens, whose gradient is sparse by itself; got 'sampled'"
-            )
     if backend == "reference":
         library.check_targets(head, len(head.weight), library.check_logprob_rows(head))
         logprob, entropy = reference.logprob_and_entropy(head)

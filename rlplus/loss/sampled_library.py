@@ -84,8 +84,9 @@ def _keep_elements(ctx: Any, inputs: tuple, output: tuple) -> None:
 
 def _use_elements(ctx: Any, dlogprob: Tensor, dentropy: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
     check_differentiated_once()
-    elements, saved = ctx.saved_tensors[:4], ctx.saved_tensors[4:]
-    inputs = [other if x is None else x for x, other in zip(saved, ctx.others, strict=True)]
+    saved = ctx.saved_tensors  # once: activation checkpoints make it anew at each access, and refuse the second
+    elements, tensors = saved[:4], saved[4:]
+    inputs = [other if x is None else x for x, other in zip(tensors, ctx.others, strict=True)]
     needs = list(ctx.needs_input_grad[:3])
     grads = sampled_logprob_backward(dlogprob, dentropy, *elements, *inputs, needs)
     return *(g if need else None for g, need in zip(grads, needs, strict=True)), *(None,) * (len(inputs) - 3)

@@ -11,6 +11,7 @@ import torch
 from closed_form import FEATURES
 from head_cases import closed, run, sample, to
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from rlplus import Objective, RLPlusLoss, linear_logprob, linear_policy_loss
 from rlplus.loss import sampled_library
@@ -312,11 +313,12 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"threshold": 1}, r"want threshold in \(0, 1\); got 1"),
     ({"threshold": math.nan}, r"want threshold in \(0, 1\); got nan"),
     ({"threshold": "small"}, r"want threshold in \(0, 1\); got 'small'"),
-    ({"seed": 1.5}, "want seed an int or None; got 1.5"),
-    ({"seed": True}, "want seed an int or None; got True"),
+    ({"seed": 1.5}, "want seed an int of 64 bits or None; got 1.5"),
+    ({"seed": True}, "want seed an int of 64 bits or None; got True"),
     ({"backend": "reference"}, "want backward 'exact' with backend 'reference'; got 'sampled'"),
-    ({"grad_filter": 0.1}, "want grad_filter 0 with backward 'sampled'; got 0.1"),
-    ({"memory": "least"}, "want memory 'fast' or None with backward 'sampled'; got 'least'"),
+    ({"seed": 2**70}, f"want seed an int of 64 bits or None; got {2**70}"),
+    ({"grad_filter": 0.1}, "want backward 'exact' with grad_filter; got 'sampled'"),
+    ({"memory": "least"}, "want backward 'exact' with memory='least'; got 'sampled'"),
 ]
 
 
@@ -332,6 +334,55 @@ def test_a_variable_that_names_none_is_refused(monkeypatch: pytest.MonkeyPatch) 
     head, constants = sample(5, dtype=FP32)
     with pytest.raises(ValueError, match="want RLPLUS_BACKWARD one of auto, exact, sampled; got 'fast'"):
         run(head, constants, PLAIN)
+
+
+def test_a_refusal_names_the_variable_that_chose(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RLPLUS_BACKWARD", "sampled")
+    head, constants = sample(5, dtype=FP32)
+    with pytest.raises(
+        ValueError, match="want backward 'exact' with backend 'reference'; got 'sampled', from RLPLUS_BACK"
+    ):
+        run(head, constants, PLAIN, backend="reference")
+    assert run(head, constants, PLAIN, backend="reference", backward="exact")["loss"].isfinite()
+
+
+@pytest.mark.parametrize("dtype", [FP64, BF16, FP16], ids=str)
+@FAST
+def test_another_default_dtype_changes_no_bit(backend: str, dtype: torch.dtype) -> None:
+    head, constants = sample(30, V=200, dtype=FP32)
+    want = run(head, constants, PLAIN, backend=backend, seed=1, **sampled(2.0**-6))
+    torch.set_default_dtype(dtype)
+    try:
+        got = run(head, constants, PLAIN, backend=backend, seed=1, **sampled(2.0**-6))
+    finally:
+        torch.set_default_dtype(FP32)
+    for name in ("dhidden", "dweight", "dbias"):
+        assert torch.equal(got[name], want[name]), name
+
+
+def test_it_works_inside_an_activation_checkpoint() -> None:
+    head, _ = sample(30, V=200, dtype=FP32)
+    leaf = head["hidden"].requires_grad_()
+
+    def loss(hidden: Tensor) -> Tensor:
+        return linear_logprob(hidden, head["weight"], head["target"], seed=1, **sampled(2.0**-6))[0].sum()
+
+    (want,) = torch.autograd.grad(loss(leaf), leaf)
+    (got,) = torch.autograd.grad(checkpoint(loss, leaf, use_reentrant=False), leaf)
+    assert torch.equal(got, want)
+
+
+@FAST
+def test_an_entropy_that_is_no_number_is_seen_where_there_is_no_target(backend: str) -> None:
+    head, _ = sample(4, V=50, dtype=FP32)
+    head["hidden"][1] = math.nan
+    head["target"][1:3] = -100
+    leaf = head["hidden"].requires_grad_()
+    inputs = {"bias": head["bias"], "backend": backend, "seed": 1} | sampled(2.0**-6)
+    _, entropy = linear_logprob(leaf, head["weight"], head["target"], **inputs)
+    (got,) = torch.autograd.grad(entropy.sum(), leaf)
+    assert got.isnan().any(1).tolist() == [False, True, False, False]
+    assert got[2].any()
 
 
 def test_the_module_takes_the_options() -> None:

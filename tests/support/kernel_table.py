@@ -37,7 +37,7 @@ from sass import MMA, after_mma, parse
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
-from rlplus.kernels import divergence_rows, exponentials, linear_logprob, own_tokens, policy_loss, scale
+from rlplus.kernels import divergence_rows, draws, exponentials, linear_logprob, own_tokens, policy_loss, scale
 from rlplus.kernels.row_values import WIDTH
 from rlplus.kernels.tiling import FP32_TILE, GRADIENT, STATISTICS, TILES, Block, Tile
 from rlplus.loss.objective import KL_ESTIMATORS
@@ -233,6 +233,23 @@ def own_launches() -> Iterator[Launch]:
             yield where + to, H % 16 == 0, partial(own_tokens.add_to_weight, total, one, hidden, target)
 
 
+def draw_launches() -> Iterator[Launch]:
+    """Rows of 4097 in rows of 4160 columns: exponentials, and logits with every option of the head."""
+    n, V, W, K, most = 200, 4097, 4160, 514, 512
+    out = (torch.empty(n, K, dtype=torch.int32), torch.empty(n, K), torch.empty(n, K))
+    values, ones = torch.empty(n, WIDTH.value), torch.ones(n, dtype=torch.int32)
+    target, sums, uniform = torch.zeros(n, dtype=torch.int64), torch.empty(n, draws.SUMS.value), torch.empty(n)
+    rows = (V, ones, uniform, 2.0**-12, most, target)
+    every = (torch.empty(V, dtype=torch.bfloat16), 1.0, 30.0, torch.ones(n))
+    for dtype in (torch.bfloat16, torch.float32):
+        args = (*out, None, sums, values, torch.empty(n, W, dtype=dtype), *rows, None, 1.0)
+        where = f"exponentials of {name(dtype)}, V {V} in {W}"
+        yield where, True, partial(draws.draw_rows, *args, exponentials=True)
+    for options, slope, where in (((None, 1.0), None, ""), (every, torch.empty(n, K), ", every option")):
+        args = (*out, slope, sums, values, torch.empty(n, W), *rows, *options)
+        yield f"logits, V {V} in {W}{where}", True, partial(draws.draw_rows, *args, exponentials=False)
+
+
 def divergence_launches() -> Iterator[Launch]:
     """Rows of 4097 logits in rows of 4160 columns: each kind, and the options of both heads."""
     n, V, W = 2, 4097, 4160
@@ -283,7 +300,7 @@ def compile_all(arch: int, only: list[str] | None) -> Iterator[Row]:
     with compiling(arch) as compiled:
         launches = (row_launches(), close_launches(), target_launches(), gemm_launches(arch), candidate_launches())
         for variant, aligned, start in chain(
-            *launches, divergence_launches(), token_launches(), other_launches(), own_launches()
+            *launches, draw_launches(), divergence_launches(), token_launches(), other_launches(), own_launches()
         ):
             if only is None or variant in only:
                 start()

@@ -314,10 +314,13 @@ def _row_gradient(
 # ---- a draw, for rlplus.loss.backends.sampled
 
 
+ONE = 2**40  # a threshold, in the whole numbers of running sums
+
+
 def draws(head: Head, on: Tensor, scratch_bytes: float) -> Iterator[tuple[slice, Drawn]]:
     """As `sampled.Drawer` has it."""
-    # log p and p, and the running sums of a row in fp64 with what compares them.
-    row = len(head.weight) * (scratch_per_logit(*head.logits) + 2 * 8 + 3)
+    # log p and p, the small ones, their shares and running sums of 8 bytes, and what compares them.
+    row = len(head.weight) * (scratch_per_logit(*head.logits) + head.dtype.itemsize + 2 * 8 + 3)
     for rows in _slices(len(head.target), scratch_bytes / row):
         yield rows, _draw(head.rows(rows), on[rows])
 
@@ -333,10 +336,13 @@ def _draw(head: Head, on: Tensor) -> Drawn:
     small = p < threshold
     many = (~small).sum(1) + p.masked_fill(~small, 0.0).sum(1, dtype=torch.float64) / threshold
     flat = on & (many > MOST)
-    level = torch.where(flat, max(threshold, 1 / MOST), threshold).double()[:, None]
+    raised = torch.full_like(many, max(threshold, 1 / MOST))
+    level = torch.where(flat, raised, threshold)[:, None]
     small = p < level
     tail = p.masked_fill(~small, 0.0)
-    steps = tail.cumsum(1, dtype=torch.float64).add_(head.uniform[:, None] * level).div_(level).floor_()
+    # Whole numbers: a GPU's cumulative sum of floats differs in bits from run to run.
+    shares = tail.to(level.dtype).div_(level).mul_(ONE).round_().long()
+    steps = shares.cumsum_(1).add_((head.uniform.double() * ONE).long()[:, None]).div_(ONE, rounding_mode="floor")
     kept = ~small
     kept[:, 0] |= steps[:, 0] > 0
     kept[:, 1:] |= steps[:, 1:] > steps[:, :-1]

@@ -47,9 +47,9 @@ def _draw(head: Head, on: Tensor, bias: Tensor | None, z: Tensor) -> Drawn:
     fill_logits(head, gemm_of(head), z)
     statistics = row_statistics(z, head, bias)
     token = torch.empty(n, capacity, dtype=torch.int32)
-    w, logp = (torch.empty(n, capacity) for _ in range(2))
-    slope = None if head.softcap is None else torch.empty(n, capacity)
-    rows, on = torch.empty(n, COLUMNS), on.to(torch.uint8).contiguous()
+    w, logp = (z.new_empty(n, capacity) for _ in range(2))
+    slope = None if head.softcap is None else z.new_empty(n, capacity)
+    rows, on = z.new_empty(n, COLUMNS), on.to(torch.uint8).contiguous()
     native().rlplus_draw(
         pointer(z), pointer(bias), pointer(head.target), int64(n), int64(V), pointer(inverse), cap_of(head),
         pointer(statistics), pointer(on), pointer(head.uniform.contiguous()), ctypes.c_double(head.threshold),

@@ -57,7 +57,7 @@ class Drawer(Protocol):
 
 class Elements(NamedTuple):
     """The logits that have a gradient, targets included: row, token (M,), in order of rows, and by how much each grows
-    with the slope of its row's logprob and of its entropy, (M,)."""
+    with the slope of its row's logprob and of its entropy, (M,). 24 bytes each, which max_scratch_mb does not count."""
 
     row: Tensor
     token: Tensor
@@ -93,7 +93,7 @@ def policy_loss(
     differentiated = any(needs) or weight_grad is not None
     known = forward(drawer, head, on & differentiated, scratch_bytes)
     out = token_loss(known.logprob, known.entropy, constants, objective)
-    stats = [*out.stats.values(), *_noise(known, on, out.dlogprob)]
+    stats = [*out.stats.values(), *_noise(head, known, on, out.dlogprob)]
     grads = PairGradients(head, needs, weight_grad)
     add_gradients(grads, head, known.elements, out.dlogprob, out.dentropy, scratch_bytes)
     return out.loss, known.logprob, known.entropy, torch.stack(stats), grads.finish()
@@ -136,8 +136,9 @@ def _none(head: Head) -> Elements:
 def _elements(head: Head, drawn: Drawn, on: Tensor, number: Tensor) -> Elements:
     """The rows' own elements, then the drawn ones, with factors of temperature and softcap. number (n,): the rows'."""
     V = len(head.weight)
-    known = (head.target >= 0) & (head.target < V) & on
-    own = known.nonzero().squeeze(1)
+    token = (head.target >= 0) & (head.target < V)
+    # A row that is no number has an element where its target is none, too: an entropy's gradient must show it.
+    own = (on & (token | ~drawn.entropy.isfinite())).nonzero().squeeze(1)
     logp, entropy = drawn.logprob[own], drawn.entropy[own]
     factor = torch.ones_like(drawn.logprob) / head.divisor
     own_factor = factor[own] if drawn.own_slope is None else factor[own] * drawn.own_slope[own]
@@ -146,16 +147,17 @@ def _elements(head: Head, drawn: Drawn, on: Tensor, number: Tensor) -> Elements:
     w, scale = drawn.w, factor[drawn.row] if drawn.slope is None else factor[drawn.row] * drawn.slope
     of_logprob = torch.cat([-torch.expm1(logp) * own_factor, -w * scale])
     of_entropy = torch.cat([-logp.exp() * (logp + entropy) * own_factor, -bonus * scale])
-    return Elements(number[row], torch.cat([head.target[own], drawn.token]), of_logprob, of_entropy)
+    target = head.target.where(token, 0)[own]
+    return Elements(number[row], torch.cat([target, drawn.token]), of_logprob, of_entropy)
 
 
 SAMPLED_STATS = ("sampled_variance", "sampled_square", "sampled_elements", "sampled_flat")
 
 
-def _noise(known: Forward, on: Tensor, dlogprob: Tensor) -> list[Tensor]:
+def _noise(head: Head, known: Forward, on: Tensor, dlogprob: Tensor) -> list[Tensor]:
     """Sums: of the variance and of the square of the gradient by the logits that logprobs have, of elements, of flat
-    rows. The root of the first two's ratio is the relative error to expect."""
-    counts, a = on & (dlogprob != 0), dlogprob.masked_fill(~on, 0.0)
+    rows. The root of the first two's ratio is the relative error to expect, but for an entropy bonus and a softcap."""
+    counts, a = on & (dlogprob != 0), dlogprob.masked_fill(~on, 0.0) / head.divisor
     each = [torch.where(counts, a * a * x, 0.0).sum() for x in (known.variance, known.square)]
     numbers = (known.elements.row.numel(), (known.flat & counts).sum())
     return [*each, *(known.logprob.new_zeros(()) + number for number in numbers)]

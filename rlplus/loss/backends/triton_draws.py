@@ -1,4 +1,7 @@
-"""Draws of the `triton` backend for a sampled backward pass: from exponentials, or from fp32 logits."""
+"""Draws of the `triton` backend for a sampled backward pass: from exponentials, or from fp32 logits.
+
+The host waits for the number of elements of each chunk.
+"""
 
 from collections.abc import Iterator
 
@@ -26,7 +29,7 @@ def draws(head: Head, on: Tensor, scratch_bytes: float) -> Iterator[tuple[Index,
 
 def _drawn(work: Work, head: Head, values: Tensor, on: Tensor) -> Drawn:
     assert head.uniform is not None
-    n, K, new = len(values), MOST + 2, values.new_empty
+    n, K, new = len(values), MOST + 8, values.new_empty
     rows = work.logits if work.exponentials is None else work.exponentials
     logprob, entropy = values[:, LOGPROB.value].clone(), values[:, ENTROPY.value].clone()
     if rows is None or not n:
