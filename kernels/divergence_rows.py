@@ -136,16 +136,17 @@ def _terms(logp, logq, beta, KIND: tl.constexpr):
     """A token's terms of the divergence and of the mean."""
     d = logp - logq
     decay = _expm1(-tl.abs(d))
+    gap = _gap(logp, logq, d, decay)
     if KIND == FORWARD:
-        term = _gap(logp, logq, d, decay) - _exp(logq) * d
+        term = gap - _exp(logq) * d
         mean = term
     elif KIND == REVERSE:
-        term = _exp(logp) * d - _gap(logp, logq, d, decay)
+        term = _exp(logp) * d - gap
         mean = term
     else:
         p, rest = _exp(logp), _rest(d, decay, beta)
         of_p = tl.minimum(d, 0.0) - rest
-        mean = p * of_p
+        mean = p * of_p - beta * gap
         term = (1.0 - beta) * p * of_p - beta * _exp(logq) * (tl.maximum(d, 0.0) + rest)
     return term, mean
 

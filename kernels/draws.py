@@ -13,8 +13,7 @@ from rlplus.kernels.elementwise import FUSION, LN_2, _at_rows, _exp, _expm1, _fl
 from rlplus.kernels.linear_logprob import check, check_rows
 from rlplus.kernels.row_values import ENTROPY, LOGPROB, LOGSUM, REFERENCE, WIDTH
 
-LAUNCH = {"num_warps": 8, **FUSION}
-BLOCK_OF_EXPONENTIALS, BLOCK_OF_LOGITS = 2048, 1024  # columns: 16 bytes of bf16 and of fp32 for each thread
+OF_EXPONENTIALS, OF_LOGITS = {"BLOCK_V": 1024, "num_warps": 4}, {"BLOCK_V": 1024, "num_warps": 8}  # 16 bytes a thread
 COUNT, FLAT, VARIANCE, SQUARE, SUMS = (tl.constexpr(i) for i in range(5))
 
 
@@ -40,7 +39,7 @@ def draw_rows(
         _draw_kernel[(n,)](
             token, w, logp, slope, sums, values, rows, on, uniform, target, bias, rows.stride(0), (V, rows.shape[1], K),
             (threshold, max(threshold, 1 / most), float(most)), 1 / temperature, softcap, row_temperature,
-            exponentials, BLOCK_V=BLOCK_OF_EXPONENTIALS if exponentials else BLOCK_OF_LOGITS, **LAUNCH,
+            exponentials, **(OF_EXPONENTIALS if exponentials else OF_LOGITS), **FUSION,
         )  # fmt: skip
 
 
@@ -83,8 +82,8 @@ def _pass(
             if slope is not None:
                 at = _softcap_slope(_x(raw, v, inside, bias, inv_temperature), softcap)
                 tl.store(slope + place, at, ok)
-            count += tl.sum(kept.to(tl.int32), 0)
-            large += tl.sum(big.to(tl.int32), 0)
+            count += tl.sum(kept.to(tl.float32), 0).to(tl.int32)
+            large += tl.sum(big.to(tl.float32), 0).to(tl.int32)
         total += step
         total -= tl.floor(total / level) * level
     return count, large, mass, mass_squares, squares

@@ -155,7 +155,7 @@ def check_responses(
 
     vocabulary: the model's number of tokens. ends: token ids that end a response, besides `sampling.stop`.
     """
-    stops = {*ends, *sampling.stop}
+    stops = (*ends, *sampling.stop)
     for index, (request, group) in enumerate(zip(requests, completions, strict=True)):
         if len(group) != request.n:
             raise RunFailed(f"{engine}, request {index}: want {request.n} responses; got {len(group)}")

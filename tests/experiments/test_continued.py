@@ -38,7 +38,7 @@ def test_makes_what_the_results_lack_with_what_it_starts_from_and_ends_as_in_one
         """The calls of going on from these results, which ends like the comparison."""
         results.save(known)
         (tmp_path / "calls.txt").write_text("")
-        got = go_on(tmp_path / "compare.yaml", known, output, jobs=2, launcher=launcher_in(tmp_path))
+        got = go_on(tmp_path / "compare.yaml", known, output, jobs=2, launcher=launcher_in(tmp_path).split())
         assert same(got, want)
         assert same(Results.load(output / "results.json"), want)
         rmtree(output / "runs", ignore_errors=True)
@@ -62,7 +62,7 @@ def test_the_rates_of_the_results_are_those_of_the_new_runs(tmp_path: Path) -> N
     search_runs = {"one": {name: dict.fromkeys(each, (7, 70)) for name, each in rates["one"].items()}}
     known = tmp_path / "known.json"
     replace(want, rates=rates, search_runs=search_runs, outcomes=[]).save(known)
-    got = go_on(tmp_path / "compare.yaml", known, tmp_path / "out", launcher=launcher_in(tmp_path))
+    got = go_on(tmp_path / "compare.yaml", known, tmp_path / "out", launcher=launcher_in(tmp_path).split())
     want_rates = best | {BASE: 0.0, "GRPO long": 0.002}
     assert {one.method: one.rate for one in got.outcomes} == want_rates
 
@@ -80,7 +80,7 @@ def test_a_search_that_had_not_ended_and_runs_at_another_rate_than_the_best_are_
         replace(want, **changed).save(known)  # type: ignore[arg-type]
         rmtree(output / "runs")
         (tmp_path / "calls.txt").write_text("")
-        assert same(go_on(path, known, output, launcher=launcher_in(tmp_path)), want)
+        assert same(go_on(path, known, output, launcher=launcher_in(tmp_path).split()), want)
         return calls(tmp_path)
 
     tried = {"0.001": want.rates["one"]["GRPO"]["0.001"], "0.003": want.rates["one"]["GRPO"]["0.003"]}
@@ -94,7 +94,7 @@ def test_what_is_finished_is_kept_when_a_run_fails(tmp_path: Path) -> None:
     want, known = whole(tmp_path), tmp_path / "known.json"
     gone = [one for one in want.outcomes if one.method != "GRPO long"]
     replace(want, outcomes=gone, provenance={"processor": "another"}).save(known)
-    command = launcher_in(tmp_path)
+    command = launcher_in(tmp_path).split()
     script = tmp_path / "command.py"
     script.write_text(f'import sys\nif "train.seed=1" in sys.argv:\n    sys.exit("no such luck")\n{script.read_text()}')
     with pytest.raises(RunFailed, match="no such luck"):
@@ -134,7 +134,7 @@ def test_a_comparison_with_another_method_takes_over_those_that_it_shares(tmp_pa
     file["studies"] = {"New": {"settings": ["one"], "methods": ["GRPO", "RL-PLUS"], "seeds": 2}}
     written(tmp_path, file)
     (tmp_path / "calls.txt").write_text("")
-    got = go_on(tmp_path / "compare.yaml", known, tmp_path / "out", launcher=launcher_in(tmp_path))
+    got = go_on(tmp_path / "compare.yaml", known, tmp_path / "out", launcher=launcher_in(tmp_path).split())
     assert sorted(calls(tmp_path)) == ["eval"] * (3 + 2) + ["train"] * (3 + 2), "the search and two seeds of RL-PLUS"
     assert [(one.method, one.seed) for one in got.outcomes] == [
         (method, seed) for seed in (0, 1) for method in (BASE, "GRPO", "RL-PLUS")

@@ -19,7 +19,7 @@ from rlplus.loss.backends import triton as backend
 
 HEAD, CONSTANTS = sample(150, 300, 1, torch.bfloat16, 64)
 HEAD = on_policy(HEAD)
-mm, sets, add, finish_rows = torch.mm, backend._sets, backend._Gradients.add, kernels.finish_rows
+mm, sets, add, finish_rows = torch.mm, backend.sets, backend._Gradients.add, kernels.finish_rows
 CHUNKS = 2  # those whose rows have a gradient
 FILTERED = Objective("clip", "mis", kl_coef=0.1, dual_clip=3.0)
 

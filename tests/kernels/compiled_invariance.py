@@ -218,7 +218,7 @@ def test_rows_that_several_programs_share_depend_on_how_many_share_them(monkeypa
     for n in (300, 250, 200):
         head = Head(hidden[:n], weight, None, target[:n], 0.7)
         with executed(80) as runs:
-            ((_, _, values),) = backend._Work(head, Way(None), None, 1e9).chunks()
+            ((_, _, values),) = backend.Work(head, Way(None), None, 1e9).chunks()
         assert not findings_of(runs)
         found.append(values[:200, :DLOGPROB])
     assert same(found[1], found[2])

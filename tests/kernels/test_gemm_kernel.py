@@ -40,7 +40,7 @@ def inputs(n: int, V: int, H: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 def evaluated(head: Head, tile: kernels.Tile, kept: torch.dtype | None = None) -> tuple[Tensor, Any]:
     """values (n, WIDTH) and exponentials (n, W) of all rows as the backend computes them."""
-    work = backend._Work(head, Way(tile, kept), None, 1e9)
+    work = backend.Work(head, Way(tile, kept), None, 1e9)
     ((_, _, values),) = work.chunks()
     return values, work.exponentials
 

@@ -267,7 +267,7 @@ def test_the_row_kernels(softcap: float | None) -> None:
     tiles = []
     for tile in linear_kernels.TILES[0]:
         head = OpHead(raw, torch.eye(V, device=device), rest[0], y, *rest[1:])
-        tiles.append(next(triton_backend._Work(head, Way(tile), None, 1e9).chunks())[2])
+        tiles.append(next(triton_backend.Work(head, Way(tile), None, 1e9).chunks())[2])
     x = logits.double().requires_grad_()
     z = (x + bias.double()) / 0.8
     z = (z if softcap is None else softcap * (z / softcap).tanh()) / T.double()[:, None]

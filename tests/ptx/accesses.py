@@ -53,7 +53,8 @@ def store(ex: "Executor", s: Statement) -> Run:
     space, *rest = s.opcode.split(".")[1:]
     registers, dtype, width = _shape(s.operands[1], rest)
     place = _place(ex, space, s.operands[0], width, "store")
-    gets = [ex.source(register, dtype) for register in registers]
+    # A register may be wider than the type, as for loads: there is none of 8 bits.
+    gets = [ex.source(register, dtype, exact_width=rest[-1][0] not in "bus") for register in registers]
     names = registers_in(*registers)
 
     def run(m: Mask) -> None:

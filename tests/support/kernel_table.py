@@ -28,6 +28,7 @@ import budgets
 import torch
 import triton
 from budgets import Row
+from draw_launches import draw_launches
 from kernel_estimate import Work, estimate, work_of
 from operation_counts import operation_rows
 from ptx.launcher import NoDevice
@@ -37,7 +38,7 @@ from sass import MMA, after_mma, parse
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
-from rlplus.kernels import divergence_rows, draws, exponentials, linear_logprob, own_tokens, policy_loss, scale
+from rlplus.kernels import divergence_rows, exponentials, linear_logprob, own_tokens, policy_loss, scale
 from rlplus.kernels.row_values import WIDTH
 from rlplus.kernels.tiling import FP32_TILE, GRADIENT, STATISTICS, TILES, Block, Tile
 from rlplus.loss.objective import KL_ESTIMATORS
@@ -231,23 +232,6 @@ def own_launches() -> Iterator[Launch]:
         for total in totals:
             to = f", to {name(total.dtype)}" * (total.dtype != dtype)
             yield where + to, H % 16 == 0, partial(own_tokens.add_to_weight, total, one, hidden, target)
-
-
-def draw_launches() -> Iterator[Launch]:
-    """Rows of 4097 in rows of 4160 columns: exponentials, and logits with every option of the head."""
-    n, V, W, K, most = 200, 4097, 4160, 514, 512
-    out = (torch.empty(n, K, dtype=torch.int32), torch.empty(n, K), torch.empty(n, K))
-    values, ones = torch.empty(n, WIDTH.value), torch.ones(n, dtype=torch.int32)
-    target, sums, uniform = torch.zeros(n, dtype=torch.int64), torch.empty(n, draws.SUMS.value), torch.empty(n)
-    rows = (V, ones, uniform, 2.0**-12, most, target)
-    every = (torch.empty(V, dtype=torch.bfloat16), 1.0, 30.0, torch.ones(n))
-    for dtype in (torch.bfloat16, torch.float32):
-        args = (*out, None, sums, values, torch.empty(n, W, dtype=dtype), *rows, None, 1.0)
-        where = f"exponentials of {name(dtype)}, V {V} in {W}"
-        yield where, True, partial(draws.draw_rows, *args, exponentials=True)
-    for options, slope, where in (((None, 1.0), None, ""), (every, torch.empty(n, K), ", every option")):
-        args = (*out, slope, sums, values, torch.empty(n, W), *rows, *options)
-        yield f"logits, V {V} in {W}{where}", True, partial(draws.draw_rows, *args, exponentials=False)
 
 
 def divergence_launches() -> Iterator[Launch]:

@@ -25,6 +25,12 @@ CHUNKS_MB = 0.05  # several chunks
 KEPT = 3  # tokens of each row that a sampler kept, but of every fourth row none
 
 
+def seeded(call: Callable[[], Any]) -> Any:
+    """The call with the same random numbers each time."""
+    torch.manual_seed(0)
+    return call()
+
+
 class Called(TorchDispatchMode):
     """The names of our operations that are called."""
 
@@ -149,6 +155,8 @@ class Calls:
         filtered = partial(loss, **chunks, grad_filter=0.01)
         yield "loss and gradients, chunks, smallest gradients left out", None, filtered
         yield "loss and gradients, least memory", None, partial(loss, memory="least", **chunks)
+        yield "logprobs and gradients, sampled", None, partial(seeded, partial(self.gradients, backward="sampled"))
+        yield "loss and gradients, sampled", None, partial(seeded, partial(loss, backward="sampled"))
         for name, form in (("kept tokens", {"kept": self.kept}), ("split head", {"group": self.group})):
             yield f"logprobs, {name}", None, partial(self.logprobs, **form)
             yield f"logprobs and gradients, {name}", None, partial(self.gradients, **form)
