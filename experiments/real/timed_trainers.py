@@ -97,7 +97,7 @@ def replaced(owner: Any, **values: Any) -> Iterator[None]:
 
 
 def time_rlplus(config: Config, settings: Settings, clock: Clock) -> None:
-    """Steps as `rlplus train` takes them, without the checkpoint at the end. Phases are those of metrics.jsonl."""
+    """Steps as `rlplus train` takes them, without the checkpoint at the end. Phases have the names in metrics.jsonl."""
     timed = Tally.time
 
     @contextmanager

@@ -10,7 +10,7 @@ import torch
 from kernel_names import KERNELS
 
 import rlplus
-from rlplus.loss import cost, library
+from rlplus.loss import cost, library, sampled_library
 
 KERNEL = {
     "arch": 90, "kernel": "_a_kernel", "variant": "bias", "aligned": True, "registers": 40, "spills": 0, "shared": 16,
@@ -82,6 +82,7 @@ def test_every_operation_has_numbers() -> None:
     assert table.keys() == {f"sm_{arch}" for arch in budgets.EXACT}
     assert all(entries.keys() == budgets.OPERATIONS.keys() for entries in table.values())
     assert library.linear_policy_loss  # imported, so that all are registered
+    assert sampled_library.sampled_logprob
     found = {name.split("::")[1] for name in torch._C._dispatch_get_all_op_names() if name.startswith("rlplus::")}
     assert {name for name in rlplus.__all__ if name.startswith("linear_")} <= found
     counted = {name for called in budgets.OPERATIONS.values() for name in called.split()}

@@ -340,7 +340,7 @@ def known_rows(head: Head, rows: Statistics, dlogprob: Tensor, dentropy: Tensor 
 
 
 def block_gradient(head: Head, z: Tensor, known: tuple[Any, ...]) -> Tensor:
-    """In fp32, as its products are: those of bf16 matrices have bf16 results, and blocks are added up."""
+    """In fp32, as its products are: a product of bf16 matrices is rounded to bf16, and blocks are added up."""
     source, statistics, dlogprob, dentropy = known
     _row_gradient(z, source, head, wide_bias(head), statistics, dlogprob, dentropy, narrow=False)
     return z
