@@ -25,6 +25,7 @@ from transformers.utils import ModelOutput
 
 from rlplus.integrations.measures import measure
 from rlplus.loss import PolicyLoss, TokenConstants, linear_logprob, linear_policy_loss
+from rlplus.loss.backward_pass import Backward
 from rlplus.loss.causal_lm import head_transforms, plain_head, without_peft
 from rlplus.loss.head import Head
 from rlplus.loss.inputs import check_tensor, check_values, describe, expand_advantage
@@ -62,6 +63,7 @@ def fuse_head(
     temperature: float = 1.0,
     dtype: torch.dtype | None = None,
     max_scratch_mb: float | None = None,
+    backward: Backward = "auto",
     backend: str = "auto",
 ) -> LM:
     """Let a transformers causal LM, or a peft model of one, compute logprobs and policy losses without its logits.
@@ -77,15 +79,16 @@ def fuse_head(
       policy    arguments of `rlplus.linear_policy_loss` by name: objective, advantage, token_weight and so on. Those
                 per token are (B, T), advantage also one per sequence; token_weight is 0 where there is no target
 
-    temperature, max_scratch_mb, backend: for every call, see `linear_policy_loss`; a second `fuse_head` replaces them.
-    dtype: the product with the head's weight has it; None is autocast's, or without it the hidden states'.
+    temperature, max_scratch_mb, backward, backend: for every call, see `linear_policy_loss`; a second `fuse_head`
+    replaces them. dtype: the product with the head's weight has it; None is autocast's, or else the hidden states'.
     Scale, softcap and bias are read as `rlplus.head_of` does, and what it refuses is a ValueError here. `unfuse_head`
     undoes this.
     """
     inner: Any = without_peft(lm)
     unfuse_head(inner)
     _, transform = head_transforms(inner)
-    options = {"temperature": temperature, "max_scratch_mb": max_scratch_mb, "backend": backend}
+    options: dict[str, Any] = {"temperature": temperature, "max_scratch_mb": max_scratch_mb}
+    options |= {"backward": backward, "backend": backend}
     options |= {"logit_scale": transform.scale, "logit_softcap": transform.softcap}
     adapter = getattr(lm, "active_peft_config", None)
     inner.forward = inner._fusion = _Fusion(inner, dtype, options, getattr(adapter, "num_virtual_tokens", None) or 0)

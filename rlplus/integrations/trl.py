@@ -12,10 +12,12 @@ TRL 1.16 calls its models through `add_fused_lm_head`. Everything here rests on 
 GRPOTrainer and on the fields that they use; importing this module with a TRL that has others is an ImportError.
 """
 
+import logging
 import sys
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, fields
+from functools import cache, partial
 from inspect import Signature, signature
 from typing import Any
 
@@ -30,12 +32,15 @@ from rlplus.integrations.measures import MEASURES
 from rlplus.integrations.transformers import FusedOutput, fuse_head
 from rlplus.integrations.trl_loss import Batch, constants, grpo_shares, objective_with, two_step_loss
 from rlplus.loss import Objective, policy_loss
+from rlplus.loss.backward_pass import Backward, backward_of
 from rlplus.loss.library import IGNORED
 
 IMAGES = (  # arguments of the model that come with images
     *("pixel_values", "image_grid_thw", "num_images", "pixel_attention_mask", "spatial_shapes", "num_tiles"),
     *("image_sizes", "token_type_ids", "mm_token_type_ids", "image_position_ids"),
 )
+
+logger = logging.getLogger(__name__)
 
 INTERFACE = {  # functions of TRL that are replaced, overridden or called, and their arguments
     "trl.trainer.utils.add_fused_lm_head": ("model", "temperature", "cast_lm_head_to_fp32", "outputs"),
@@ -84,18 +89,27 @@ class _PolicyOutput(utils.FusedCausalLMOutput):
     stats: dict[str, Tensor] | None = None
 
 
-def patch() -> ExitStack:
-    """Let TRL's trainers compute logprobs and entropies by the fused operation.
+_TRLS = utils.add_fused_lm_head  # before any patch
+
+
+def patch(backward: Backward = "auto") -> ExitStack:
+    """Let TRL's trainers compute logprobs and entropies by the fused operation, with this backward pass.
 
     It affects trainers that are made afterwards, those that call `add_fused_lm_head`: GRPOTrainer, RLOOTrainer,
     SFTTrainer, DPOTrainer, KTOTrainer, AsyncGRPOTrainer and subclasses. Scale and softcap of the logits are found as by
     `rlplus.head_of`, which raises ValueError for models it does not know. Undone at the exit of the returned context
-    manager, or by its `close()`.
+    manager, or by its `close()`; there is one patch at a time, whichever call's it is. A line of the log, at INFO, says
+    when it first computes something. backward: see `rlplus.linear_logprob`.
     """
-    undo, before = ExitStack(), utils.add_fused_lm_head
-    undo.callback(_put_everywhere, before)
-    _put_everywhere(add_fused_lm_head)
+    undo = ExitStack()
+    undo.callback(_put_everywhere, _TRLS)
+    _put_everywhere(add_fused_lm_head if backward == "auto" else partial(add_fused_lm_head, backward=backward))
     return undo
+
+
+@cache
+def _say_once(backward: str) -> None:
+    logger.info("TRL's logprobs come from rlplus, with a backward pass that is %s", backward_of(backward))
 
 
 def _put_everywhere(function: Any) -> None:
@@ -110,6 +124,7 @@ def add_fused_lm_head(
     temperature: float = 1.0,
     cast_lm_head_to_fp32: bool = False,
     outputs: tuple[str, ...] = ("log_probs",),
+    backward: Backward = "auto",
 ) -> None:
     """TRL's function of this name: `model(..., labels=labels, fused_lm_head=True)` returns a FusedCausalLMOutput.
 
@@ -119,7 +134,9 @@ def add_fused_lm_head(
     if not set(outputs) <= {"log_probs", "entropy", *MEASURES}:
         want = ", ".join(("log_probs", "entropy", *MEASURES))
         raise ValueError(f"want outputs among {want}; got {', '.join(outputs)}")
-    fuse_head(model, temperature=temperature, dtype=torch.float32 if cast_lm_head_to_fp32 else None)
+    # The cast is for logits in fp32, which ours are in any case, accumulated from products of bf16.
+    fuse_head(model, temperature=temperature, backward=backward)
+    _say_once(backward)
     model._fusion.measures = tuple(name for name in MEASURES if name in outputs)
     router_coef = getattr(model.config.get_text_config(), "router_aux_loss_coef", 0.0)
     model.forward = _Forward(model._fusion, "entropy" in outputs, router_coef)

@@ -16,6 +16,7 @@ from rlplus.errors import RunFailed
 
 DEFAULT_CACHE_MB = 512  # keys and values, where rollout.kv_cache_memory_mb is not set
 MOST_LOGPROB = 1e-3  # a logprob is 0 at most, and sums in fp32 are rounded
+LEAST_LOGPROB = -3e38  # below it there is no number in fp32
 LOGIT_BYTES = 4 * 4  # the transformers engine's, at a token: the model's logit, its fp32 copy, and as `draw` changes it
 
 
@@ -183,7 +184,7 @@ def _fault(completion: Completion, most: int, vocabulary: int, stops: Collection
     if len(logprob) != len(tokens):
         return f"logprobs: want {len(tokens)} finite logprobs, one a token; got {len(logprob)}"
     for place, value in enumerate(logprob, 1):
-        if type(value) not in (float, int) or not -math.inf < value <= MOST_LOGPROB:
+        if type(value) not in (float, int) or not LEAST_LOGPROB < value <= MOST_LOGPROB:
             return f"logprob {place}: want {len(tokens)} finite logprobs, at most 0 each; got {value!r:.50}"
     if kept is not None and kept.tokens and not (min(kept.tokens) >= 0 and max(kept.tokens) < vocabulary):
         low, high = min(kept.tokens), max(kept.tokens)

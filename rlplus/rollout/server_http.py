@@ -177,7 +177,7 @@ def _advice(error: OSError | http.client.HTTPException, limit: str, kind: Kind) 
 def parsed(text: bytes) -> Any:
     try:
         return json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise OSError(f"want JSON; got {text.decode(errors='replace')[:200]!r}") from error
 
 

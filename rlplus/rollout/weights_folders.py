@@ -42,10 +42,10 @@ class WeightsFolders:
         found = place.stat()
         if found.st_uid not in (0, os.geteuid()):
             raise OSError(f"want rollout.weights_folder this user's or root's; {place} is that of user {found.st_uid}")
-        if found.st_mode & stat.S_IWOTH and not found.st_mode & stat.S_ISVTX:
+        if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and not found.st_mode & stat.S_ISVTX:
             raise OSError(
-                f"want rollout.weights_folder one in which others cannot rename folders; all may write to {place}: "
-                "chmod +t keeps them from it, as in /tmp"
+                "want rollout.weights_folder one in which others cannot rename folders; more users may write to "
+                f"{place}: chmod +t keeps them from it, as in /tmp"
             )
         return place
 

@@ -60,6 +60,26 @@ def test_a_patched_trainer_computes_its_loss_by_the_fused_operation(ours: Any, m
     assert trainer.model(input_ids=batch["prompt_ids"]).logits.shape == (12, 4, 258)
 
 
+def test_one_call_undoes_all_patches(ours: Any, modules: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
+    kind, args, tokenizer = modules["trl.trainer.grpo_trainer"].GRPOTrainer, trl_stub.config(), byte_tokenizer()
+    ours._say_once.cache_clear()
+    caplog.set_level("INFO")
+    ours.patch()
+    second = ours.patch(backward="sampled")
+    assert not caplog.records, "nothing was computed yet"
+    for _ in range(2):
+        trainer = kind(tiny_model(), args, tokenizer)
+    assert [r.message for r in caplog.records if r.name.startswith("rlplus.integrations")] == [
+        "TRL's logprobs come from rlplus, with a backward pass that is sampled"
+    ]
+    assert trainer.model._fusion.options["backward"] == "sampled"
+    second.close()
+    assert kind(tiny_model(), args, tokenizer).model.given_trls_head
+    with ours.patch():
+        assert not hasattr(kind(tiny_model(), args, tokenizer).model, "given_trls_head")
+    assert kind(tiny_model(), args, tokenizer).model.given_trls_head
+
+
 def closed_form(batch: dict[str, Any], loss_type: str, objective: Objective, accumulated: int = 1) -> Any:
     """Loss and statistics of one of so many micro-batches, through the plain model."""
     ids, mask, weights = batch["completion_ids"], batch["completion_mask"], batch.get("importance_sampling_ratio")

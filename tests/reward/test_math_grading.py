@@ -152,6 +152,13 @@ OAT = [  # verdicts derived by reading oat's boxed_reward_fn(text, answer, fast=
     (r"\boxed{\text{C}}", "C", True),
     (r"\boxed{C}", "C", True),
     (r"\boxed{B}", "C", False),
+    *(
+        (rf"\boxed{{5 \text{{ {word} }} {other}}}", "5", False)
+        for word in ("or", "OR", "or maybe", "and/or", "else", "otherwise")
+        for other in ("6", "-6", r"\frac{1}{2}")
+    ),
+    (r"\boxed{5 \text{ or } 6}", "5, 6", True),
+    (r"\boxed{5 \text{ miles per } \text{hour}}", "5", True),
     (r"\boxed{5} or \boxed{6}", "5", False),
     (r"\boxed{5} or \boxed{6}", "6", True),
     (r"\boxed{x^2+2x+1}", "(x+1)^2", True),

@@ -116,7 +116,11 @@ def test_nothing_that_others_planted_is_followed_or_removed(
 
 @pytest.mark.parametrize(
     ("mode", "owner", "message"),
-    [(0o777, None, r"all may write to .*shared: chmod \+t"), (0o700, 65534, "shared is that of user 65534")],
+    [
+        (0o777, None, r"more users may write to .*shared: chmod \+t"),
+        (0o770, None, r"more users may write to .*shared"),
+        (0o700, 65534, "shared is that of user 65534"),
+    ],
 )
 def test_a_place_in_which_others_can_rename_is_refused(
     fake: FakeSGLang,

@@ -20,7 +20,7 @@ PROMPTS = [[5, 9, 12], [7], [5, 9, 12, 30, 31, 22, 8, 2, 40]]
 
 # Values in a server's answer in the place of a token of 48, and of a logprob.
 ODD_TOKENS: list[object] = [-1, 48, 2**70, 5.5, 5.0, "5", True, None]
-ODD_LOGPROBS: list[object] = [3.0, math.nan, -math.inf, math.inf, 10**400, True, "-1.0"]
+ODD_LOGPROBS: list[object] = [3.0, -1e300, -(10**400), math.nan, -math.inf, math.inf, 10**400, True, "-1.0"]
 
 
 def tiny_model(tied: bool, seed: int = 0) -> Qwen2ForCausalLM:

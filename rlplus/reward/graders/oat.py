@@ -30,7 +30,10 @@ _SYMBOLS = {
     "\\pi": "pi", "\\infty": "inf", "\\cup": "U", "\\cdot": "*", "\\times": "*", "\\leq": "≤", "\\le": "≤",
     "\\geq": "≥", "\\ge": "≥", "\\neq": "≠", "\\ne": "≠", "\\pm": "±", "\\in": "∈", "\\left": "", "\\right": "",
 }  # fmt: skip
-_CONJUNCTION = re.compile(r"\\text\{\s*(?:or|and)\s*\}")  # the rest is not the text of a unit
+# Words between two answers, whichever they are: MATH's grader drops all behind a word, which rewards a second answer.
+_CONJUNCTION = re.compile(
+    r"\\text\{(?:\s*(?:or|and)\s*\}|[^{}]*\}(?=\s*[-+]?\s*(?:\d|\\d?frac|\\sqrt|\\pi)))", re.IGNORECASE
+)
 _HARD = re.compile(r"\^[{(]|\^[0-9]+\^|\^[0-9][0-9]+")  # powers on which sympy may hang
 _MOST_LETTERS = 2  # also: no Python names reach sympy, whose parser evaluates what it reads
 
