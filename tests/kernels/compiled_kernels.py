@@ -36,8 +36,8 @@ from head_rows import DENTROPY, DLOGPROB, ENTROPY, LOGPROB, statistics
 from ptx.launcher import Run
 
 from rlplus import Objective
+from rlplus.kernels import draws, own_tokens, policy_loss, scale
 from rlplus.kernels import linear_logprob as kernels
-from rlplus.kernels import own_tokens, policy_loss, scale
 from rlplus.kernels.tiling import FP32_TILE, GRADIENT, STATISTICS, TILES, Block, Tile
 from rlplus.loss import MISMATCH_STATS, STATS, TokenConstants, token_loss
 from rlplus.loss.backends import token_arguments
@@ -306,4 +306,47 @@ def test_own_elements_are_added_in_fp32(launch: list[Run], dtype: torch.dtype, n
     rounding = 0.0 if dtype == F32 else torch.finfo(dtype).eps / 2
     tiny = 2.0**-25 if dtype == F16 else 0.0
     assert ((weight - total).abs() <= (n * EPS + rounding) * size + tiny).all()
+    check_launches(launch)
+
+
+# ---- a draw
+
+
+@ARCHES
+@pytest.mark.parametrize("exponentials", [False, True])
+def test_a_draw_keeps_what_the_rule_says(launch: list[Run], exponentials: bool) -> None:
+    """Against running sums in fp64, with a row that is off, one that is flat, and one that is nearly sure."""
+    n, V, W, most, threshold = 4, 300, 320, 64, 2.0**-7
+    logits, target = 3 * torch.randn(n, W), torch.tensor([0, 299, 7, 150])
+    logits[1] *= 0.1
+    logits[2, 7] += 30
+    on, u = torch.tensor([1, 1, 1, 0], dtype=torch.int32), torch.rand(n)
+    kept = torch.zeros(n, W)
+    values = statistics(logits, target, V, kept=kept)
+    token, sums = torch.full((n, most + 8), -1, dtype=torch.int32), torch.empty(n, draws.SUMS.value)
+    w, logp = torch.zeros(n, most + 8), torch.zeros(n, most + 8)
+    draws.draw_rows(
+        token, w, logp, None, sums, values, kept if exponentials else logits, V, on, u, threshold, most, target, None,
+        1.0, exponentials=exponentials,
+    )  # fmt: skip
+    p = logits[:, :V].double().softmax(1)
+    own = p.gather(1, target[:, None]).squeeze(1)
+    p.scatter_(1, target[:, None], 0.0)
+    for i in range(n):
+        many = (p[i] >= threshold).sum() + p[i][p[i] < threshold].sum() / threshold
+        level = 1 / most if many > most else threshold
+        tail = p[i].where(p[i] < level, 0.0)
+        steps = ((tail.cumsum(0) + u[i] * level) / level).floor()
+        hit = torch.cat([steps[:1] > 0, steps[1:] > steps[:-1]]) | (p[i] >= level)
+        want = hit.nonzero().squeeze(1) if on[i] else hit.nonzero().squeeze(1)[:0]
+        count = int(sums[i, draws.COUNT.value])
+        assert token[i, :count].tolist() == want.tolist()
+        assert sums[i, draws.FLAT.value] == (bool(on[i]) and level > threshold)
+        if on[i]:
+            torch.testing.assert_close(w[i, :count].double(), p[i][want].clamp(min=level), rtol=1e-4, atol=1e-7)
+            torch.testing.assert_close(logp[i, :count].double(), p[i][want].log(), rtol=1e-4, atol=1e-4)
+            spread = (tail * (level - tail)).sum()
+            torch.testing.assert_close(sums[i, draws.VARIANCE.value].double(), spread, rtol=1e-3, atol=1e-9)
+            square = (p[i] ** 2).sum() + (1 - own[i]) ** 2
+            torch.testing.assert_close(sums[i, draws.SQUARE.value].double(), square, rtol=1e-3, atol=1e-12)
     check_launches(launch)
