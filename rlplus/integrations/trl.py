@@ -30,15 +30,10 @@ from trl.trainer.grpo_trainer import GRPOTrainer
 
 from rlplus.integrations.measures import MEASURES
 from rlplus.integrations.transformers import FusedOutput, fuse_head
-from rlplus.integrations.trl_loss import Batch, constants, grpo_shares, objective_with, two_step_loss
+from rlplus.integrations.trl_loss import IMAGES, Batch, aligned, constants, grpo_shares, objective_with, two_step_loss
 from rlplus.loss import Objective, policy_loss
 from rlplus.loss.backward_pass import Backward, backward_of
 from rlplus.loss.library import IGNORED
-
-IMAGES = (  # arguments of the model that come with images
-    *("pixel_values", "image_grid_thw", "num_images", "pixel_attention_mask", "spatial_shapes", "num_tiles"),
-    *("image_sizes", "token_type_ids", "mm_token_type_ids", "image_position_ids"),
-)
 
 logger = logging.getLogger(__name__)
 
@@ -171,7 +166,7 @@ class _Forward:
             targets = pad(labels[:, 1:], (0, 1), value=IGNORED)
         kept = slice(None) if shift_labels is not None else slice(-1)  # TRL leaves the last position out
         if policy is not None:
-            policy = {name: _aligned(value, targets) for name, value in policy.items()}
+            policy = {name: aligned(value, targets) for name, value in policy.items()}
         out: FusedOutput = self.fused(*args, targets=targets, policy=policy, **kwargs)
         assert out.logprob is not None
         assert out.entropy is not None
@@ -189,13 +184,6 @@ class _Forward:
             loss = loss + self.router_coef * out.aux_loss
         measured = {name: value[:, kept] for name, value in (out.measured or {}).items()}
         return utils.FusedCausalLMOutput(loss=loss, **common, **measured)
-
-
-def _aligned(value: Any, targets: Tensor) -> Any:
-    """A tensor (B, C) of the last C labels at the positions that predict them, 0 elsewhere; anything else as it is."""
-    if not isinstance(value, Tensor):
-        return value
-    return pad(value, (targets.shape[1] - 1 - value.shape[1], 1))
 
 
 class RLPlusGRPOTrainer(GRPOTrainer):

@@ -5,8 +5,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from rlplus.loss import Objective, policy_loss
+
+IMAGES = (  # arguments of the model that come with images
+    *("pixel_values", "image_grid_thw", "num_images", "pixel_attention_mask", "spatial_shapes", "num_tiles"),
+    *("image_sizes", "token_type_ids", "mm_token_type_ids", "image_position_ids"),
+)
 
 
 def objective_with(args: Any, objective: str | Objective | None) -> Objective | None:
@@ -129,3 +135,10 @@ def grpo_shares(
     if objective.internal == "cispo":
         found["cispo_clip_ratio"] = (high, sampled)
     return found
+
+
+def aligned(value: Any, targets: Tensor) -> Any:
+    """A tensor (B, C) of the last C labels at the positions that predict them, 0 elsewhere; anything else as it is."""
+    if not isinstance(value, Tensor):
+        return value
+    return pad(value, (targets.shape[1] - 1 - value.shape[1], 1))
