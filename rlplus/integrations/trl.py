@@ -94,8 +94,9 @@ def patch(backward: Backward = "auto") -> ExitStack:
     SFTTrainer, DPOTrainer, KTOTrainer, AsyncGRPOTrainer and subclasses. Scale and softcap of the logits are found as by
     `rlplus.head_of`, which raises ValueError for models it does not know. Undone at the exit of the returned context
     manager, or by its `close()`; there is one patch at a time, whichever call's it is. A line of the log, at INFO, says
-    when it first computes something. backward: see `rlplus.linear_logprob`.
+    when a trainer first takes it. backward: see `rlplus.linear_logprob`.
     """
+    backward_of(backward)  # refuses other names here, not at the trainer
     undo = ExitStack()
     undo.callback(_put_everywhere, _TRLS)
     _put_everywhere(add_fused_lm_head if backward == "auto" else partial(add_fused_lm_head, backward=backward))

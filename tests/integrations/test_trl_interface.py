@@ -66,7 +66,9 @@ def test_one_call_undoes_all_patches(ours: Any, modules: dict[str, Any], caplog:
     caplog.set_level("INFO")
     ours.patch()
     second = ours.patch(backward="sampled")
-    assert not caplog.records, "nothing was computed yet"
+    assert not caplog.records, "no trainer took it yet"
+    with pytest.raises(ValueError, match="want backward one of auto, exact, sampled; got 'sampeld'"):
+        ours.patch(backward="sampeld")
     for _ in range(2):
         trainer = kind(tiny_model(), args, tokenizer)
     assert [r.message for r in caplog.records if r.name.startswith("rlplus.integrations")] == [
