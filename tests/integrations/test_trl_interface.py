@@ -63,7 +63,7 @@ def test_a_patched_trainer_computes_its_loss_by_the_fused_operation(ours: Any, m
 def test_one_call_undoes_all_patches(ours: Any, modules: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
     kind, args, tokenizer = modules["trl.trainer.grpo_trainer"].GRPOTrainer, trl_stub.config(), byte_tokenizer()
     ours._say_once.cache_clear()
-    caplog.set_level("INFO")
+    caplog.set_level("INFO", logger="rlplus")
     ours.patch()
     second = ours.patch(backward="sampled")
     assert not caplog.records, "no trainer took it yet"
