@@ -103,6 +103,7 @@ RULES: tuple[Rule, ...] = (
     ("train.lr_min_ratio", lambda c: c.train.lr_schedule == "constant", "train.lr_schedule is constant"),
     ("train.max_scratch_mb", lambda c: c.train.backend == "reference", "backend reference keeps the full logits"),
     ("train.tuning", lambda c: c.train.backend not in ("auto", "triton"), "it is for backend triton"),
+    ("train.backward_threshold", lambda c: c.train.backward == "exact", "train.backward is exact"),
     (
         "train.grad_clip",
         lambda c: "gradient_clipping" in c.train.deepspeed,

@@ -86,6 +86,9 @@ class TrainConfig(Section):
     """Backward pass of the policy's head, see rlplus.linear_policy_loss. sampled: unbiased, for little more than the
     time of its forward pass; actor/backward_noise is its relative error. Seeds follow from seed, update, micro-batch
     and rank, so that a resumed run has the same."""
+    backward_threshold: Annotated[float, Field(gt=0, lt=1)] | None = None
+    """Probability from which backward sampled has elements exactly: a smaller one takes more time and leaves less
+    noise. None: the default of rlplus.linear_policy_loss."""
     memory: Literal["fast", "least"] | None = None
     """Memory or time of the head, see rlplus.linear_policy_loss. least needs 80 MB of scratch, for a third more time
     there on a CPU in fp32, and twice the time on an H200 in bf16; None: least on a GPU where max_scratch_mb is so small

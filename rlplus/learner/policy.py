@@ -133,6 +133,8 @@ class Policy(Learner):
         options["backward"] = self.config.train.backward
         if self.config.train.backward == "sampled":
             options["seed"] = self._next_seed()
+            if (threshold := self.config.train.backward_threshold) is not None:
+                options["threshold"] = threshold
         if self._sharded is not None:
             return partial(self._sharded.policy_loss, constants=constants, **options)
         op = partial(linear_policy_loss, **constants._asdict(), **options)

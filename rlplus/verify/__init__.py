@@ -114,7 +114,7 @@ def _copy(last: Path, place: Path) -> Config:
     (place / "checkpoints" / last.name).symlink_to(last.resolve(), target_is_directory=True)
     silent = config.log.model_copy(update={"samples_every": 0, "wandb": None, "trackio": None})
     rollout = config.rollout.model_copy(update={"max_logprob_gap": 1e9})  # a gap is a finding, not the end
-    exact = config.train.model_copy(update={"backward": "exact"})
+    exact = config.train.model_copy(update={"backward": "exact", "backward_threshold": None})
     copied = config.model_copy(update={"output_dir": str(place), "log": silent, "rollout": rollout, "train": exact})
     check_training_files(copied)
     return copied

@@ -1,6 +1,5 @@
 """train.backward sampled: the same bits in a repeated and in a resumed run, near the exact ones, and its metrics."""
 
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +19,14 @@ def weights(folder: Path) -> dict[str, Any]:
     return load_file(folder / "model/model.safetensors")
 
 
-def test_runs_repeat_resume_and_stay_near_the_exact_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_runs_repeat_resume_and_stay_near_the_exact_one(tmp_path: Path) -> None:
     """With a threshold that is large for the few hundred tokens of the model: nearly all are drawn."""
-    monkeypatch.setattr(policy, "linear_policy_loss", partial(policy.linear_policy_loss, threshold=2.0**-6))
-    one, again = (train(run_config(tmp_path, name, train=SAMPLED | {"steps": 3})) for name in ("one", "again"))
-    resumed = train(run_config(tmp_path, "resumed", train=SAMPLED | {"steps": 2}))
-    resumed = train(run_config(tmp_path, "resumed", train=SAMPLED | {"steps": 3}), resume="newest")
+    sampled = SAMPLED | {"backward_threshold": 2.0**-6}
+    one, again = (train(run_config(tmp_path, name, train=sampled | {"steps": 3})) for name in ("one", "again"))
+    resumed = train(run_config(tmp_path, "resumed", train=sampled | {"steps": 2}))
+    resumed = train(run_config(tmp_path, "resumed", train=sampled | {"steps": 3}), resume="newest")
     exact = train(run_config(tmp_path, "exact", train=SAMPLED | {"steps": 3, "backward": "exact"}))
+    usual = train(run_config(tmp_path, "usual", train=SAMPLED | {"steps": 1}))  # 2^-12
     start = load_file(one / "scratch/model.safetensors")
     for name, weight in weights(one).items():
         assert torch.equal(weights(again)[name], weight), name
@@ -40,6 +40,7 @@ def test_runs_repeat_resume_and_stay_near_the_exact_one(tmp_path: Path, monkeypa
         assert row["actor/backward_elements"] > 1
         assert row["actor/backward_flat_rows"] == 0
     assert "actor/backward_noise" not in metrics(exact)[0]
+    assert all(row["actor/backward_noise"] < 0.003 for row in metrics(usual))
 
 
 def test_every_micro_batch_and_update_has_random_numbers_of_its_own(
