@@ -6,14 +6,12 @@ only logprobs where the method is a forward one, and returns the logprobs (N,) i
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from rlplus.kernels.tiling import Tiling
-from rlplus.loss import Objective, linear_logprob, linear_policy_loss, tuning
+from rlplus.loss import Objective, linear_logprob, linear_policy_loss
 
 from .cases import Inputs
 
@@ -147,44 +145,6 @@ for backend, only in {"reference": None, "torch": None, "cpp": "cpu", "triton": 
         ours(f"{backend} least", only, note=", memory='least'", backend=backend, memory="least")
         ours(f"{backend} into", only, "other", ", dW added to an fp32 buffer", into=True, backend=backend)
         ours(f"{backend} entropy", only, "other", " with an entropy bonus", backend=backend, objective=BONUS)
-        ours(f"{backend} filter", only, note=", grad_filter 1e-3", backend=backend, grad_filter=1e-3)
         kept(backend, only)
         for mb in (40, 160, 320):
             ours(f"{backend} {mb} MB", only, note=f", max_scratch_mb {mb}", backend=backend, max_scratch_mb=mb)
-
-
-def with_tiling(name: str, of: str, what: str, chosen: Callable[[Inputs], Tiling]) -> None:
-    """Register method `of` of the triton backend with another tiling than the default."""
-
-    def prepare(x: Inputs) -> Step:
-        step, tiling = METHODS[of].prepare(x), chosen(x)
-        kind = tuning.kind_of(x.hidden.device, x.hidden.dtype, *x.weight.shape)
-
-        def tiled() -> Tensor | None:
-            with tuning.using(kind, tiling):
-                return step()
-
-        return tiled
-
-    method(name, METHODS[of].kind, f"{METHODS[of].what}, {what}", device="cuda")(prepare)
-
-
-tuning_file: Path | None = None  # --tuning
-
-
-def tuned(x: Inputs) -> Tiling:
-    """The tiling of the file."""
-    if tuning_file is None:
-        raise Unavailable("needs --tuning FILE, of `rlplus-bench tune`")
-    kind = tuning.kind_of(x.hidden.device, x.hidden.dtype, *x.weight.shape)
-    tiling, reason = tuning.usable(tuning.read(tuning_file), kind, str(tuning_file))
-    if tiling is None:
-        raise Unavailable(reason)
-    return tiling
-
-
-VENDOR = Tiling(forward="vendor", loss="vendor")
-for of in ("triton", "triton forward"):
-    kind = of.removeprefix("triton")
-    with_tiling(f"triton vendor{kind}", of, "logits by the vendor's GEMM", lambda x: VENDOR)
-    with_tiling(f"triton tuned{kind}", of, "tuned", tuned)

@@ -244,7 +244,7 @@ def main_table(result: Result) -> str:
     foot = (
         f"MB: peak beyond inputs, dhidden and dW; an fp32 accumulator of dW alone would be {accumulator:.0f}. "
         "Errors are those against fp64: the greatest of a logprob; dW's relative to its norm. `cpp` with `into` adds "
-        "dW to a given fp32 buffer, `entropy` has an entropy bonus, `filter` drops the least gradients, `least` takes "
+        "dW to a given fp32 buffer, `entropy` has an entropy bonus, `least` takes "
         "the least memory; `none` is a cross-entropy without reduction, under the RL-PLUS loss."
     )
     return f"{head}\n\n{lines(header, rows)}\n\n{foot}\n"
@@ -324,8 +324,6 @@ def manual_part(results: dict[str, Result]) -> str:
         parts += [main_table(next(iter(processors.values()))), faults_note(processors), bf16_note(processors)]
     if "gpu" in results:
         parts += [main_table(results["gpu"]), side_table(results["gpu"]), other_sizes_table(results["gpu"])]
-        if "tuned" in results:
-            parts += [main_table(results["tuned"]), side_table(results["tuned"])]
     else:
         parts.append("GPU: not measured yet.\n")
     return "\n".join(part for part in parts if part)

@@ -15,7 +15,6 @@ PEERS = (
 TRAINERS = ("torch", "TRL", "Liger linear CE", "Liger GRPO tuned", "CCE", "CCE none")
 FORWARD = (
     "fp32 logits forward", "naive torch forward", "reference forward", "torch forward", "cpp forward", "triton forward",
-    "triton vendor forward",
     "torch linear CE none forward", "verl torch forward", "TRL forward", "CCE none forward",
 )  # fmt: skip
 
@@ -33,7 +32,7 @@ def cpu() -> list[Case]:
     bars: Sizes = {"N": 1024, "H": 896, "V": 32_000, "repeats": 5}
     base: Sizes = {"N": 512, "H": 448, "V": 16_000}
     main: Sizes = base | {"repeats": 5}
-    ours = ("cpp", "cpp least", "cpp into", "cpp entropy", "cpp filter", "cpp kept", "torch", "triton", "reference")
+    ours = ("cpp", "cpp least", "cpp into", "cpp entropy", "cpp kept", "torch", "triton", "reference")
     cases = [
         Case("bars", **bars, dtype=dtype, methods=("cpp",), sparse=("cpp",), shares=(1.0, 0.25), external=0.5,
              scattered=True, seconds=seconds, accuracy=False)
@@ -65,15 +64,14 @@ QWEN: Sizes = {"N": 16_384, "H": 3584, "V": 151_936}  # Qwen2.5-7B
 
 def gpu() -> list[Case]:
     """The suite `gpu`: at most five minutes on one H200."""
-    options = ("320 MB", "160 MB", "least", "into", "entropy", "filter", "kept")
-    own = ("triton", "triton vendor")
-    ours = (*own, *(f"triton {option}" for option in options), "torch", "reference", "cpp")
+    options = ("320 MB", "160 MB", "least", "into", "entropy", "kept")
+    ours = ("triton", *(f"triton {option}" for option in options), "torch", "reference", "cpp")
     few = ("triton", "torch", "naive torch", "Liger GRPO tuned", "CCE")
     cases = [
         Case("main", **QWEN, dtype="bfloat16", methods=(*ours, *PEERS), sparse=few, shares=(1.0, 0.5, 0.25),
-             seconds=140, profiled=("bare-3u", *own, "torch")),
+             seconds=140, profiled=("bare-3u", "triton", "torch")),
         Case("forward", **QWEN, dtype="bfloat16", methods=FORWARD, forward=True, seconds=25,
-             profiled=("bare-1u", "triton forward", "triton vendor forward")),
+             profiled=("bare-1u", "triton forward")),
     ]  # fmt: skip
     base: Sizes = {"N": 4096, "H": 2048, "V": 64_000}
     sizes = {"N": (2048, 4096, 8192, 16_384, 32_768), "V": (16_000, 32_000, 64_000, 128_000, 256_000),
@@ -81,23 +79,14 @@ def gpu() -> list[Case]:
     cases += [replace(case, seconds=3) for case in sweep(base, sizes, "triton")]
     small = ("triton", "torch", "reference", *PEERS)
     cases += [
-        Case("small", N=8192, H=4096, V=151_936, dtype="bfloat16", methods=own + TRAINERS, seconds=25),  # Qwen3-8B
+        Case(
+            "small", N=8192, H=4096, V=151_936, dtype="bfloat16", methods=("triton", *TRAINERS), seconds=25
+        ),  # Qwen3-8B
         Case("small", N=4096, H=896, V=151_936, dtype="bfloat16", methods=small, seconds=25),  # Qwen2.5-0.5B
         Case("small", N=4096, H=896, V=32_000, dtype="float32", methods=small[:4], seconds=10),
         Case("small", N=4096, H=896, V=32_000, dtype="float16", methods=small[:4], seconds=10),
         # Last and by itself: its tiles do not fit V and are not masked, and an illegal access ends the process's CUDA.
         Case("apart", **QWEN, dtype="bfloat16", methods=("triton", "verl triton"), seconds=15),
-    ]
-    return cases
-
-
-def tuned() -> list[Case]:
-    """The head that `tune` tunes by default, with and without a file's tuning: at most a minute on one H200."""
-    own = ("triton", "triton tuned", "triton vendor")
-    forward = ("triton forward", "triton tuned forward", "triton vendor forward")
-    cases = [
-        Case("main", **QWEN, dtype="bfloat16", methods=(*own, "torch"), seconds=40, profiled=("bare-3u", *own[1:3])),
-        Case("forward", **QWEN, dtype="bfloat16", methods=forward, forward=True, seconds=15, profiled=forward[1:2]),
     ]
     return cases
 
@@ -125,8 +114,8 @@ def quick() -> list[Case]:
 
 
 # Its cases, its seconds.
-SUITES = {"cpu": (cpu, 570.0), "full": (full, inf), "gpu": (gpu, 290.0), "tuned": (tuned, 60.0), "quick": (quick, 50.0)}
+SUITES = {"cpu": (cpu, 570.0), "full": (full, inf), "gpu": (gpu, 290.0), "quick": (quick, 50.0)}
 
 
 def on_cuda(suite: str, tiny: bool) -> bool:
-    return suite in ("gpu", "tuned") and not tiny
+    return suite == "gpu" and not tiny

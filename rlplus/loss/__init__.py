@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from rlplus.loss.operations import MAX_SCRATCH_MB, PolicyLoss, RLPlusLoss, linear_logprob, linear_policy_loss
     from rlplus.loss.registered import register_token_loss
     from rlplus.loss.tokens import MISMATCH_STATS, STATS, TokenConstants, TokenLoss, exploration_weight, token_loss
-    from rlplus.loss.tuning import use_tuning
     from rlplus.loss.weights import group_advantages, token_weights
 
 __all__ = [
@@ -42,7 +41,6 @@ __all__ = [
     "register_token_loss",
     "token_loss",
     "token_weights",
-    "use_tuning",
 ]
 
 __getattr__, __dir__ = lazy_names(
@@ -56,7 +54,6 @@ __getattr__, __dir__ = lazy_names(
         "operations": ("MAX_SCRATCH_MB", "PolicyLoss", "RLPlusLoss", "linear_logprob", "linear_policy_loss"),
         "registered": ("register_token_loss",),
         "tokens": ("MISMATCH_STATS", "STATS", "TokenConstants", "TokenLoss", "exploration_weight", "token_loss"),
-        "tuning": ("use_tuning",),
         "weights": ("group_advantages", "token_weights"),
     },
 )

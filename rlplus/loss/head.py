@@ -238,19 +238,3 @@ def fp16_scale(*slopes: Tensor) -> Tensor:
 def fp16_weights(c: TokenConstants, objective: Objective) -> list[Tensor]:
     """Factors to which the slopes of an objective are proportional, for `fp16_scale`."""
     return [c.token_weight] + ([c.entropy_weight] if objective.entropy_coef and c.entropy_weight is not None else [])
-
-
-def drop_smallest(dlogprob: Tensor, logprob: Tensor, grad_filter: float) -> Tensor:
-    """Zero the smallest rows while their summed L1 mass, 2 |dlogprob| (1 - p) each, stays <= grad_filter of the whole.
-
-    Hence the L1 norm of the change of the logits' gradient is at most grad_filter of its L1 norm.
-    """
-    if not grad_filter:
-        return dlogprob
-    # A row whose mass is exactly 0 costs nothing to drop; one without a gradient may hold a NaN logprob.
-    mass = torch.where(dlogprob == 0, 0.0, 2 * dlogprob.abs() * -torch.expm1(logprob.clamp(max=0.0)))
-    order = mass.argsort()
-    # Whole numbers, rounded up: a GPU's cumulative sum of floats differs in bits from run to run.
-    share = (mass / mass.sum() * 2.0**40).ceil().nan_to_num(nan=2.0**41, posinf=2.0**41).long()
-    small = share[order].cumsum(0) <= grad_filter * 2.0**40
-    return dlogprob.masked_fill(torch.zeros_like(small).scatter(0, order, small), 0.0)

@@ -131,7 +131,7 @@ def _policy_loss(weight_grad: Tensor | None, needs: Sequence[bool], *arguments: 
         if weight_grad is not None:
             check_apart(weight_grad, arguments)
         weighted, on = check_policy_rows(head, constants, objective)
-    call = ("policy loss", needs[0], objective, options.grad_filter)
+    call = ("policy loss", needs[0], objective)
     shards = _shards(head, options.backend, options.scratch_bytes, on, call, constants._asdict())
     check_targets(head, len(head.weight) if shards is None else sum(shards.lengths), weighted)
     del weighted, on
@@ -140,12 +140,12 @@ def _policy_loss(weight_grad: Tensor | None, needs: Sequence[bool], *arguments: 
 
     def whole(head: Head, constants: TokenConstants, *where: Any) -> Any:
         if shards is not None:
-            return sharded().policy_loss(blocks, shards, head, constants, objective, options.grad_filter, *where)
+            return sharded().policy_loss(blocks, shards, head, constants, objective, *where)
         if head.uniform is not None:
             return sampled.policy_loss(
                 implementation(DRAWS[options.backend]), head, constants, objective, options.scratch_bytes, *where
             )
-        inputs = (head, constants, objective, options.grad_filter, options.scratch_bytes, *where)
+        inputs = (head, constants, objective, options.scratch_bytes, *where)
         if memory == "least":
             return least.policy_loss(blocks, *inputs)
         return blocks.policy_loss(*inputs)
@@ -153,7 +153,7 @@ def _policy_loss(weight_grad: Tensor | None, needs: Sequence[bool], *arguments: 
     def compute(head: Head, *where: Any) -> Any:
         if head.kept_offsets is None:
             return whole(head, constants, *where)
-        inputs = (head, constants, objective, options.grad_filter, options.scratch_bytes, *where)
+        inputs = (head, constants, objective, options.scratch_bytes, *where)
         return kept_tokens.policy_loss(whole, *inputs)
 
     with full_precision(head.hidden.device), advising(options.backend):

@@ -17,7 +17,6 @@ from rlplus.loss.head import Head
 class Options(NamedTuple):
     """Options of the policy loss. memory: "fast", "least", or "faster", the one that takes less time by `cost`."""
 
-    grad_filter: float
     scratch_bytes: float
     backend: str
     memory: str

@@ -17,7 +17,6 @@ from rlplus.loss.head import Head
 from rlplus.loss.head_arguments import make_head
 from rlplus.loss.inputs import check_constants, check_tensor, objective_of
 from rlplus.loss.op_arguments import Options, pack
-from rlplus.loss.tuning import use_tuning
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -59,7 +58,6 @@ def linear_policy_loss(
     backward: Backward = "auto",
     threshold: float = THRESHOLD,
     seed: int | None = None,
-    grad_filter: float = 0.0,
     max_scratch_mb: float | None = None,
     memory: str | None = None,
     weight_grad: Tensor | None = None,
@@ -96,16 +94,12 @@ def linear_policy_loss(
                        some ten rows for each token of a peaked policy (`backends/sampled.py`). The relative error of
                        the logits' gradient is about sqrt(stats["sampled_variance"] / stats["sampled_square"]), but for
                        an entropy bonus and a softcap. The host waits for numbers of elements. Not with backend
-                       "reference", grad_filter, memory="least", a split head or a CUDA graph
+                       "reference", memory="least", a split head or a CUDA graph
     threshold          the default, 2^-12, is an error of 1.3e-3 on rows of a policy of .24 nats; at a quarter of it the
                        error and the number of elements are half and twice as large, about. A row that would keep more
                        than 512 elements has a larger one, 1 / 512, and is counted in stats["sampled_flat"]
     seed               of the random numbers, one for each token; another one at each call, else noise adds up. None:
                        the next ones of torch's generator, which torch.compile(fullgraph=True) wants
-    grad_filter        drop, per chunk, the smallest rows of the backward pass while their summed L1 mass stays within
-                       this share of the whole; refused with an entropy bonus. The mass belongs to the gradient of the
-                       logits; behind a softcap the change is smaller still, as |d logits / d (hidden weight^T)| <=
-                       scale / temperature
     memory             "fast": one pass, three GEMMs, and for half-precision inputs an fp32 accumulator (V, H) of the
                        weight's gradient; "least": two passes, about four GEMMs, no accumulator (`backends/least.py`);
                        None: "fast", but on CUDA "least" if max_scratch_mb is so small that it should be faster by
@@ -129,7 +123,7 @@ def linear_policy_loss(
                        device and versions) and the first call of each size agrees with plain products; else torch
 
     The same inputs, options and number of threads give the same bits on every backend; on CUDA as far as cuBLAS does,
-    which it does within one stream. Other chunks, threads, backends or tunings (`use_tuning`): the same up to rounding.
+    which it does within one stream. Other chunks, threads or backends: the same up to rounding.
 
     Nearly sure tokens: logprob, entropy and gradients are proportional to 1 - p, which every backend keeps to the
     accuracy of the logits, in fp32 within 1e-4 of it at 1 - p = 1e-7.
@@ -147,7 +141,7 @@ def linear_policy_loss(
             behavior_logprob=behavior_logprob, ref_logprob=ref_logprob, engine_logprob=engine_logprob,
             entropy_weight=entropy_weight,
         )  # fmt: skip
-        _check_options(head, objective, grad_filter, memory, weight_grad)
+        _check_options(head, memory, weight_grad)
         way = _way(memory, max_scratch_mb, hidden.device)
         scratch = bytes_of_scratch(max_scratch_mb, way)
         backend = backend_for(backend, head.whole_vocabulary(), scratch)
@@ -157,14 +151,14 @@ def linear_policy_loss(
             )
         if check_backward(backward, threshold, seed) == "sampled":
             head = with_draws(head, backward, threshold, seed, backend)
-            if grad_filter or memory == "least":
-                refuse(backward, "grad_filter" if grad_filter else "memory='least'")
+            if memory == "least":
+                refuse(backward, "memory='least'")
     if backend == "reference":
         weighted, _ = library.check_policy_rows(head, constants, objective)
         library.check_targets(head, len(head.weight), weighted)
-        loss, logprob, entropy, stats = reference.linear_policy_loss(head, constants, objective, grad_filter)
+        loss, logprob, entropy, stats = reference.linear_policy_loss(head, constants, objective)
     else:
-        options = Options(float(grad_filter), scratch, backend, way)
+        options = Options(scratch, backend, way)
         loss, logprob, entropy, stats = _fused_policy_loss(head, constants, objective, options, weight_grad)
     return PolicyLoss(loss, logprob.detach().view(target.shape), entropy.detach().view(target.shape), stats)
 
@@ -225,7 +219,7 @@ class RLPlusLoss(nn.Module):
         super().__init__()
         self.objective = objective_of(objective)
         transform, memory = ("logit_scale", "logit_softcap", "temperature"), ("max_scratch_mb", "memory")
-        known = (*transform, "backward", "threshold", "seed", "grad_filter", *memory, "group", "backend")
+        known = (*transform, "backward", "threshold", "seed", *memory, "group", "backend")
         for name in options:
             if name not in known:
                 raise ValueError(f"want options among {', '.join(known)}; got {name!r}{hint(name, known)}")
@@ -260,15 +254,7 @@ def _fused_policy_loss(
     return loss, logprob, entropy, dict(zip(library.stats_of(head, constants), sums.unbind(), strict=True))
 
 
-def _check_options(
-    head: Head, objective: Objective, grad_filter: float, memory: str | None, weight_grad: Tensor | None
-) -> None:
-    if not (isinstance(grad_filter, int | float) and 0 <= grad_filter < 1):
-        raise ValueError(f"want grad_filter in [0, 1); got {grad_filter!r}")
-    if grad_filter and objective.entropy_coef:
-        raise ValueError(
-            f"want grad_filter 0 with an entropy bonus (its gradient is not bounded by 1 - p); got {grad_filter}"
-        )
+def _check_options(head: Head, memory: str | None, weight_grad: Tensor | None) -> None:
     if memory is not None and memory not in tuple(MAX_SCRATCH_MB):
         raise ValueError(f"want memory 'fast', 'least' or None; got {memory!r}")
     if memory == "least" and head.group:
@@ -314,5 +300,4 @@ __all__ = [
     "head_of",
     "linear_logprob",
     "linear_policy_loss",
-    "use_tuning",
 ]

@@ -10,49 +10,35 @@ import torch
 from head_cases import EVERYTHING, check_precision, on_policy, run, sample
 from ptx.device import Device
 
-from rlplus import Objective
 from rlplus.kernels import linear_logprob as kernels
-from rlplus.kernels.tiling import Tiling
-from rlplus.loss import tuning
-from rlplus.loss.backends import chunked
+from rlplus.loss.backends import chunked, ways
 from rlplus.loss.backends import triton as backend
 
 HEAD, CONSTANTS = sample(150, 300, 1, torch.bfloat16, 64)
 HEAD = on_policy(HEAD)
 mm, sets, add, finish_rows = torch.mm, backend.sets, backend._Gradients.add, kernels.finish_rows
-CHUNKS = 2  # those whose rows have a gradient
-FILTERED = Objective("clip", "mis", kl_coef=0.1, dual_clip=3.0)
 
 
 def there() -> list[dict[str, torch.Tensor]]:
     return [{k: v.to("cuda") for k, v in part.items()} for part in (HEAD, CONSTANTS)]
 
 
-def step(
-    device: Device, objective: Objective = EVERYTHING, grad_filter: float = 0.0, filtered: int = 0, mb: float = 0.08
-) -> None:
-    """A call as it should be: right, the host reads one number, and another for each chunk whose rows are filtered, and
-    nothing is copied to pageable memory."""
+def step(device: Device, mb: float = 0.08) -> None:
+    """A call as it should be: right, the host reads one number, and nothing is copied to pageable memory."""
     inputs = there()
     device.reset()
-    got = run(*inputs, objective, backend="triton", max_scratch_mb=mb, grad_filter=grad_filter)
-    assert [what for what, _ in device.syncs] == ["_local_scalar_dense"] + ["nonzero"] * filtered
+    got = run(*inputs, EVERYTHING, backend="triton", max_scratch_mb=mb)
+    assert [what for what, _ in device.syncs] == ["_local_scalar_dense"]
     assert not any("pageable" in k and n for k, n in device.log.items())
     got = {k: v.cpu() if torch.is_tensor(v) else v for k, v in got.items()}
-    if not grad_filter:
-        check_precision(got, HEAD, CONSTANTS, objective, gemm_dtype=torch.bfloat16)
+    check_precision(got, HEAD, CONSTANTS, EVERYTHING, gemm_dtype=torch.bfloat16)
 
 
 def vendor(device: Device) -> None:
     """Chunks of logits from the vendor's GEMM."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tuning, "tiling_of", lambda head: Tiling(forward="vendor", loss="vendor"))
+        patch.setattr(ways, "own_tile", lambda head: None)
         step(device, mb=0.15)
-
-
-def filtered(device: Device) -> None:
-    """Each chunk with a gradient waits for the number of rows that are left."""
-    step(device, FILTERED, grad_filter=0.1, filtered=CHUNKS, mb=0.15)
 
 
 def captured(device: Device) -> None:
@@ -66,7 +52,8 @@ def captured(device: Device) -> None:
 MISTAKES = {  # owner, name, what stands there, and the call
     "the number of rows is read once more": (
         backend, "_sets", lambda may, gradient: (int(may.sum()), sets(may, gradient))[1], step),
-    "every chunk waits for its rows": (backend._Gradients, "add", lambda *a, **_: add(*a, few=True), step),
+    "every chunk waits for its rows": (
+        backend._Gradients, "add", lambda *a: (a[-1].nonzero(), add(*a))[1], step),
     "the rows to compute again are counted by the host": (
         kernels, "finish_rows", lambda values, partial, V, target, marked=None, again=False: (
             finish_rows(values, partial, V, target, marked, again), marked.any().item()), step),
@@ -84,8 +71,6 @@ MISTAKES = {  # owner, name, what stands there, and the call
         backend, "add_dweight", lambda total, dz, hidden, beta=1.0: chunked.add_dweight(total, dz, hidden), step),
     "a kernel gets a tensor of the host": (
         kernels, "check", lambda values, target, *_: target.set_(target.cpu()), step),
-    "rows are chosen by a mask": (
-        backend, "drop_smallest", lambda d, logp, share: d + 0 * d[d != 0].sum(), filtered),
 }  # fmt: skip
 
 
@@ -94,7 +79,7 @@ def poison_uninitialised_memory() -> None:
     """The device's."""
 
 
-@pytest.mark.parametrize("call", [step, vendor, filtered, captured])
+@pytest.mark.parametrize("call", [step, vendor, captured])
 def test_the_call_without_a_mistake(device: Device, call: Any) -> None:
     call(device)
 

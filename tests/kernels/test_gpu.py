@@ -15,12 +15,10 @@ from head_cases import EVERYTHING, GEMMS, Head, check_precision, closed, on_devi
 from torch import Tensor
 
 from rlplus import Objective, linear_logprob, linear_policy_loss
-from rlplus.kernels.tiling import Rows
-from rlplus.loss import selfcheck, tuning
-from rlplus.loss.backends import selection
+from rlplus.loss import selfcheck
+from rlplus.loss.backends import selection, ways
 from rlplus.loss.backends import triton as backend
-from rlplus.loss.backends.ways import chunk_rows, way_of
-from rlplus.loss.head import Head as OpHead
+from rlplus.loss.backends.ways import chunk_rows
 
 pytestmark = pytest.mark.gpu
 DEVICE = "cuda"
@@ -31,7 +29,7 @@ Case = tuple[Head, dict[str, Any]]
 
 @pytest.fixture(params=GEMMS)
 def gemm(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    monkeypatch.setattr(tuning, "tiling_of", GEMMS[request.param])
+    monkeypatch.setattr(ways, "own_tile", GEMMS[request.param])
     return request.param
 
 
@@ -63,7 +61,7 @@ def test_every_objective_in_every_precision(
 ) -> None:
     number = len(internal + external)
     if number % 2:
-        monkeypatch.setattr(tuning, "tiling_of", GEMMS["triton"])
+        monkeypatch.setattr(ways, "own_tile", GEMMS["triton"])
     objective = Objective(internal, external, **FEATURES[features])
     head, constants = case(40, 200, 64, dtype, number)
     got = on_device(DEVICE, head, constants, objective, temperature=0.7, max_scratch_mb=(None, 0.05)[number % 3 // 2])
@@ -199,14 +197,14 @@ def test_more_than_2_to_the_31_logits(gemm: str, n: int, monkeypatch: pytest.Mon
     """In one chunk, with hidden states that lie apart; against small chunks, and the last rows against float64."""
     V, H, last = 50_000, 16, slice(n - 50, n)
     assert n * V > 2**31
-    monkeypatch.setattr(tuning, "tiling_of", lambda head: GEMMS[gemm](head)._replace(rows=Rows(n, 10**11)))
+    monkeypatch.setattr(
+        backend, "chunk_rows", lambda head, way, scratch: n if scratch == 1e11 else chunk_rows(head, way, scratch)
+    )
     g = torch.Generator(DEVICE).manual_seed(0)
     hidden, weight = (torch.randn(*s, generator=g, device=DEVICE).bfloat16() for s in ((n, 2 * H), (V, H)))
     hidden, weight = hidden[:, :H], weight.requires_grad_()
     hidden = hidden.detach().requires_grad_()
     target = torch.randint(V, (n,), generator=g, device=DEVICE)
-    head = OpHead(hidden, weight, None, target, 1.0)
-    assert chunk_rows(head, way_of(head, gradient=True), 1e11) == n
 
     def loss_and_gradients(max_scratch_mb: float) -> tuple[Tensor, ...]:
         on = torch.ones(n, device=DEVICE)
@@ -311,12 +309,8 @@ def test_a_graph_replays_what_eager_mode_computes(gemm: str, max_scratch_mb: flo
     torch.testing.assert_close(got["logprob"], eager["logprob"])
 
 
-@pytest.mark.parametrize("grad_filter", [0.0, 0.1])
-def test_the_host_waits_for_the_numbers_of_rows_alone(
-    gemm: str, grad_filter: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """For those with and without a gradient; with a filter for those that are left of each chunk."""
-    waits, chunks = [0], [0]
+def test_the_host_waits_for_one_number_of_rows(gemm: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    waits = [0]
 
     def counted(wait: Any) -> Any:
         def count(x: Tensor) -> Any:
@@ -328,26 +322,20 @@ def test_the_host_waits_for_the_numbers_of_rows_alone(
 
         return count
 
-    def drop(*args: Any, original: Any = backend.drop_smallest) -> Tensor:
-        chunks[0] += 1
-        return original(*args)
-
     head, constants = on_gpu(case(600, 3001, 128))
     objective = Objective("clip", "mis", kl_coef=0.1, dual_clip=3.0)
-    options = {"backend": "triton", "max_scratch_mb": 3, "grad_filter": grad_filter}
+    options = {"backend": "triton", "max_scratch_mb": 3}
     run(head, constants, objective, **options)  # compiles
     linear_logprob(**head, backend="triton")
     for name in ("nonzero", "__int__"):
         monkeypatch.setattr(Tensor, name, counted(getattr(Tensor, name)))
-    monkeypatch.setattr(backend, "drop_smallest", drop)
     torch.cuda.set_sync_debug_mode("error")
     try:
         run(head, constants, objective, **options)
         linear_logprob(**head, backend="triton")
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert chunks[0] > 1 or not grad_filter
-    assert waits[0] == 1 + chunks[0]
+    assert waits[0] == 1
 
 
 def peak(call: Any) -> tuple[int, Any]:
@@ -367,7 +355,7 @@ def peak(call: Any) -> tuple[int, Any]:
 def test_memory_stays_within_the_scratch(
     name: str, gemm: str, mb: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tuning, "tiling_of", GEMMS[gemm])
+    monkeypatch.setattr(ways, "own_tile", GEMMS[gemm])
     n, V, H = 4096, 32_001, 1024
     hidden, weight = torch.randn(n, H, device=DEVICE).to(dtype), (0.1 * torch.randn(V, H, device=DEVICE)).to(dtype)
     target, on = torch.randint(V, (n,), device=DEVICE), torch.ones(n, device=DEVICE)
@@ -391,7 +379,7 @@ def test_memory_stays_within_the_scratch(
 
 
 def test_logprobs_need_little_memory_without_logits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tuning, "tiling_of", GEMMS["triton"])
+    monkeypatch.setattr(ways, "own_tile", GEMMS["triton"])
     hidden, weight = (torch.randn(*s, device=DEVICE).bfloat16() for s in ((4096, 256), (151_936, 256)))
     target = torch.randint(151_936, (4096,), device=DEVICE)
     bytes_used, _ = peak(lambda: linear_logprob(hidden, weight, target, backend="triton", max_scratch_mb=20))

@@ -14,8 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from rlplus import linear_logprob, linear_policy_loss
 from rlplus.kernels import scale
-from rlplus.kernels.tiling import Tiling
-from rlplus.loss import tuning, verdicts
+from rlplus.loss import verdicts
 from rlplus.loss.backends import chunked, selection
 from rlplus.loss.backends import triton as triton_backend
 from rlplus.loss.backends.selection import Choice, choose
@@ -214,21 +213,6 @@ def test_the_first_call_of_each_size_is_compared(compared: mock.Mock) -> None:
         for _ in range(2):
             assert same(call(**options), call(backend="triton", **options))
         assert compared.call_count == number
-
-
-def test_another_tiling_is_checked_again(compared: mock.Mock) -> None:
-    head, _ = sample(N, V, dtype=FP32, H=H)
-    del head["bias"]
-
-    def calls() -> int:
-        before = compared.call_count
-        linear_logprob(**head)
-        return compared.call_count - before
-
-    assert [calls(), calls()] == [2, 1]  # the first includes the operation's own
-    with tuning.using(tuning.kind_of(torch.device("cpu"), FP32, V, H), Tiling(programs=2048)):
-        assert [calls(), calls()] == [2, 1]
-    assert calls() == 1
 
 
 @pytest.mark.parametrize("by", [0.1, torch.nan])

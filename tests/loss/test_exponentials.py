@@ -4,7 +4,9 @@ Without CUDA in Triton's interpreter, where bf16 inputs are multiplied in fp32 a
 """
 
 import contextlib
+import itertools
 import math
+import types
 from collections.abc import Iterator
 from typing import Any
 
@@ -20,8 +22,8 @@ from rlplus.bench.case import Case
 from rlplus.bench.cases import Head as SampledHead
 from rlplus.bench.cases import Inputs
 from rlplus.kernels import exponentials
-from rlplus.kernels.tiling import DEFAULT, TILES, Rows, Tiling
-from rlplus.loss import cost, tuning
+from rlplus.kernels.tiling import TILES, Tile
+from rlplus.loss import cost
 from rlplus.loss.backends import triton as backend
 from rlplus.loss.backends import ways
 from rlplus.loss.head import Head
@@ -37,23 +39,23 @@ SCRATCH = [
 EVERY_SCRATCH = pytest.mark.parametrize("max_scratch_mb", SCRATCH)
 TILE = TILES[0][1]
 PLAIN = Objective("clip", "mis", **(FEATURES["all"] | {"entropy_coef": 0.0}))
-OURS, VENDORS = Tiling(forward=TILE, loss=TILE), Tiling(forward="vendor", loss="vendor")
-GEMMS = [pytest.param(OURS, id="ours"), pytest.param(VENDORS, id="vendor's")]
-EVERY_GEMM = pytest.mark.parametrize("tiling", GEMMS)
+OWN_TILE = ways.own_tile  # as it is shipped
+GEMMS = [pytest.param(TILE, id="ours"), pytest.param(None, id="vendor's")]
+EVERY_GEMM = pytest.mark.parametrize("tile", GEMMS)
 
 
 @pytest.fixture
-def tiling() -> Tiling:
-    return OURS
+def tile() -> Tile | None:
+    return TILE
 
 
 @pytest.fixture(autouse=True)
-def chosen(tiling: Tiling, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tuning, "tiling_of", lambda head: tiling)
+def chosen(tile: Tile | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ways, "own_tile", lambda head: tile)
 
 
 @pytest.mark.parametrize(
-    ("names", "max_scratch_mb", "tiling"),
+    ("names", "max_scratch_mb", "tile"),
     pairs([(internal, external) for internal, external, _ in all_objectives(["all"])[::3]], SCRATCH, GEMMS),
 )
 def test_the_loss_matches_the_closed_form(names: tuple[str, str], max_scratch_mb: float | None) -> None:
@@ -187,35 +189,6 @@ def test_in_a_cuda_graph_every_row_takes_part(max_scratch_mb: float | None, monk
     torch.testing.assert_close(tensors(got), tensors(want), equal_nan=True, rtol=1e-5, atol=1e-5)
 
 
-def test_same_inputs_give_the_same_bits_also_with_a_filter() -> None:
-    head, constants = sample(40, V=70, H=16, dtype=BF16)
-    first, second = (tensors(on_device(DEVICE, head, constants, PLAIN, grad_filter=0.3)) for _ in range(2))
-    assert all(torch.equal(first[name], second[name]) for name in first)
-    assert not torch.equal(first["dweight"], tensors(on_device(DEVICE, head, constants, PLAIN))["dweight"])
-
-
-def test_a_filter_leaves_rows_out_of_the_products(monkeypatch: pytest.MonkeyPatch) -> None:
-    head, constants = sample(40, V=70, H=16, dtype=BF16)
-    sizes: list[int] = []
-    original = backend.add_dweight
-    monkeypatch.setattr(backend, "add_dweight", lambda *a, **o: (sizes.append(len(a[1])), original(*a, **o))[1])
-    got = on_device(DEVICE, head, constants, PLAIN, grad_filter=0.3)
-    assert sizes == [(got["dhidden"] != 0).any(1).sum()]
-    assert 0 < sizes[0] < 40
-
-
-@pytest.mark.parametrize("tiling", [OURS._replace(rows=Rows(5, 10**6))], ids=["timed"])
-def test_timed_rows_hold_for_the_scratch_that_they_were_timed_with(monkeypatch: pytest.MonkeyPatch) -> None:
-    head, constants = sample(23, V=70, H=16, dtype=BF16)
-    sizes: list[int] = []
-    original = exponentials.close_rows
-    monkeypatch.setattr(exponentials, "close_rows", lambda *a, **o: (sizes.append(len(a[1])), original(*a, **o))[1])
-    for mb, largest in ((1, 5), (2, 23)):
-        on_device(DEVICE, head, constants, EVERYTHING, max_scratch_mb=mb)
-        assert max(sizes) <= largest
-        sizes.clear()
-
-
 # ---- which way
 
 
@@ -225,31 +198,48 @@ def head_of(dtype: torch.dtype = BF16, n: int = 200, V: int = 300, H: int = 64, 
 
 
 @pytest.mark.parametrize(
-    ("head", "bonus", "first", "want"),
+    ("head", "bonus", "tile", "want"),
     [
         (head_of(), False, TILE, ways.Way(TILE, F32)),
         (head_of(), True, TILE, ways.Way(TILE, F32, bonus=True)),
-        (head_of(), False, "vendor", ways.Way(None, F32)),
-        (head_of(), False, None, ways.Way(None, F32)),  # on CUDA ours
+        (head_of(), False, None, ways.Way(None, F32)),
         (head_of(softcap=9.0), False, TILE, ways.Way(TILE, F32)),
         (head_of(softcap=9.0), True, TILE, ways.Way(None, dlogits=F32, bonus=True)),
         (head_of(weight=torch.empty(64, 300, dtype=BF16).T), False, TILE, ways.Way(None, F32)),
-        (head_of(F16), False, TILE, ways.Way(None, dlogits=F32)),
+        (head_of(F16), False, None, ways.Way(None, dlogits=F32)),
         (head_of(F32), False, None, ways.Way(None, dlogits=F32)),
-        (head_of(F32), False, TILE, ways.Way(TILE, F32)),
     ],
 )
-def test_which_inputs_take_which_way(head: Head, bonus: bool, first: Any, want: ways.Way) -> None:
-    assert ways.way_of(head, True, bonus, Tiling(loss=first)) == want
+def test_which_inputs_take_which_way(head: Head, bonus: bool, want: ways.Way) -> None:
+    assert ways.way_of(head, True, bonus) == want
 
 
-def test_half_precision_is_kept_in_half_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("head", "tile"), [(head_of(), TILE), (head_of(F16), None), (head_of(F32), None)])
+def test_logprobs_alone_take_our_gemm_where_there_is_one(head: Head, tile: Tile | None) -> None:
+    assert ways.way_of(head, False) == ways.Way(tile)
+
+
+@pytest.mark.parametrize(
+    ("tile", "dtype", "path"),
+    [(TILE, BF16, cost.OWN), (None, BF16, cost.VENDOR), (None, F16, cost.TWICE), (None, F32, cost.TWICE_FP32)],
+)
+def test_half_precision_is_kept_in_half_on_a_gpu(
+    dtype: torch.dtype, path: cost.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(ways, "gradient_dtype", lambda head: head.hidden.dtype)
-    assert ways.way_of(head_of(), True, tiling=OURS) == ways.Way(TILE, BF16)
-    assert ways.way_of(head_of(F16), True, tiling=OURS) == ways.Way(None, dlogits=F16)
-    paths = [ways.way_of(head_of(dtype), True, tiling=tiling).path for dtype, tiling in (
-        (BF16, OURS), (BF16, VENDORS), (F16, OURS), (F32, DEFAULT))]  # fmt: skip
-    assert paths == [cost.OWN, cost.VENDOR, cost.TWICE, cost.TWICE_FP32]
+    way = ways.way_of(head_of(dtype), True)
+    assert way.path == path
+    assert (way.exponentials, way.dlogits) == ((dtype, None) if dtype == BF16 else (None, dtype))
+
+
+@pytest.mark.parametrize("fields", [{}, {"softcap": 9.0}, {"bias": 1}, {"row_temperature": 1}], ids=str)
+@pytest.mark.parametrize("major", [8, 9, 10, 12])
+def test_our_gemm_is_for_bf16_on_cuda(major: int, fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (major, 0))
+    for device, dtype in itertools.product(("cpu", "cuda"), (BF16, F16, F32)):
+        hidden = types.SimpleNamespace(dtype=dtype, device=device, is_cuda=device == "cuda")
+        tile = TILES[major][bool(fields)] if (device, dtype) == ("cuda", BF16) else None
+        assert OWN_TILE(head_of()._replace(hidden=hidden, **fields)) == tile
 
 
 def test_logprobs_are_differentiated_from_exponentials_too(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -295,34 +295,3 @@ def test_a_block_of_tokens_that_cannot_be(backend: str) -> None:
         got = fused(backend, head | {"bias": head["bias"].masked_fill(~kept, -math.inf)}, constants, EVERYTHING)
         got |= {k: got[k][kept] for k in ("dweight", "dbias")}
         torch.testing.assert_close(tensors(got), tensors(want), rtol=1e-4, atol=1e-5)
-
-
-@EVERY
-@pytest.mark.parametrize("max_scratch_mb", [None, 100 * 4 * 23 / 1e6])
-def test_grad_filter_keeps_the_change_within_its_share(backend: str, max_scratch_mb: float | None) -> None:
-    """weight = identity makes hidden the logits and dhidden their gradient."""
-    _, constants = sample(40, dtype=FP32)
-    g = torch.Generator().manual_seed(5)
-    head = {"hidden": 3 * torch.randn(40, 23, generator=g), "weight": torch.eye(23)}
-    head["target"] = torch.randint(23, (40,), generator=g)
-    options = {"objective": Objective("clip", kl_coef=0.1), "max_scratch_mb": max_scratch_mb}
-    want = fused(backend, head, constants, **options)
-    got = fused(backend, head, constants, grad_filter=0.3, **options)
-    mass = want["dhidden"].abs().sum(-1)
-    dropped = (got["dhidden"] == 0).all(-1) & (mass > 0)
-    assert 0 < mass[dropped].sum() <= 0.3 * mass.sum() * (1 + 1e-5)
-    torch.testing.assert_close(got["dhidden"][~dropped], want["dhidden"][~dropped])
-    # The same but for the order of its sums: a filter copies rows, so that fewer of them fit into a chunk.
-    torch.testing.assert_close(got["loss"], want["loss"], rtol=1e-6, atol=0)
-
-
-@EVERY
-def test_grad_filter_knows_that_a_sure_token_has_hardly_a_gradient(backend: str) -> None:
-    """Rows with ten times the slope, but a 1 - p of 1e-4, weigh less: they go, and all others stay."""
-    sure = torch.arange(20) % 2 == 0
-    target = torch.arange(20)
-    logits = torch.zeros(20, 23).scatter(1, target[:, None], 12.0 * sure[:, None])
-    head = {"hidden": logits, "weight": torch.eye(23), "target": target}
-    constants = {"advantage": torch.where(sure, 10.0, 1.0), "token_weight": torch.ones(20), "external": target < 0}
-    got = fused(backend, head, constants, Objective("reinforce"), grad_filter=0.05)
-    assert torch.equal((got["dhidden"] == 0).all(-1), sure)

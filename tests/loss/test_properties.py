@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from rlplus import Objective, linear_logprob
-from rlplus.kernels.tiling import Block, Tiling
-from rlplus.loss import tuning
+from rlplus.kernels import tiling
+from rlplus.kernels.tiling import Block
 
 EXAMPLES = {"reference": 60, "torch": 100, "cpp": 100, "triton": 4}  # Triton's interpreter is slow
 
@@ -25,8 +25,8 @@ def small_blocks() -> Iterator[None]:
     """The interpreter runs a block at a time: several in small vocabularies. A GPU runs what is shipped."""
     with pytest.MonkeyPatch.context() as patch:
         if not torch.cuda.is_available():
-            small = Tiling(statistics=Block(16, 4), gradient=Block(16, 8))
-            patch.setattr(tuning, "tiling_of", lambda head: small)
+            patch.setattr(tiling, "STATISTICS", Block(16, 4))
+            patch.setattr(tiling, "GRADIENT", Block(16, 8))
         yield
 
 

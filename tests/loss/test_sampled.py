@@ -317,7 +317,6 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"seed": True}, "want seed an int of 64 bits or None; got True"),
     ({"backend": "reference"}, "want backward 'exact' with backend 'reference'; got 'sampled'"),
     ({"seed": 2**70}, f"want seed an int of 64 bits or None; got {2**70}"),
-    ({"grad_filter": 0.1}, "want backward 'exact' with grad_filter; got 'sampled'"),
     ({"memory": "least"}, "want backward 'exact' with memory='least'; got 'sampled'"),
 ]
 

@@ -22,8 +22,9 @@ from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
 from rlplus.errors import one_line
-from rlplus.kernels.tiling import DEFAULT, Block, Tiling
-from rlplus.loss import cost, linear_policy_loss, selfcheck, tuning
+from rlplus.kernels import tiling
+from rlplus.kernels.tiling import Block
+from rlplus.loss import cost, linear_policy_loss, selfcheck
 from rlplus.loss.backends import chunked
 from rlplus.loss.backends import triton as backend
 from rlplus.loss.backends.ways import Way, chunk_rows
@@ -38,8 +39,8 @@ SMALL = [case._replace(max_scratch_mb=0.005) if case.max_scratch_mb < 10 else ca
 @pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float32, marks=pytest.mark.slow)], ids=str)
 def test_the_kernels_pass_in_the_interpreter(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """With blocks and programs as small as the sizes: a row has five blocks, for two programs or one."""
-    small = Tiling(statistics=Block(16, 4), gradient=Block(16, 8), programs=28)
-    monkeypatch.setattr(tuning, "tiling_of", lambda head: small)
+    for name, small in {"STATISTICS": Block(16, 4), "GRADIENT": Block(16, 8), "PROGRAMS": 28}.items():
+        monkeypatch.setattr(tiling, name, small)
     few, many = SMALL[1], SMALL[2]._replace(N=30)
     others = SMALL[3:] if dtype == torch.float32 else SMALL[3:4]
     assert selfcheck.check(CPU, dtype, [SMALL[0], few, many, *others], H) == ""
@@ -78,8 +79,8 @@ def test_its_sizes_take_every_way(dtype: torch.dtype, machine: cost.Machine) -> 
         inputs = selfcheck.sample(case, 136, dtype)
         head = Head(inputs["hidden"], inputs["weight"], None, inputs["target"], 1.0)
         rows = chunk_rows(head, Way(None, dlogits=dtype), 1e6 * case.max_scratch_mb, machine=machine)
-        blocks = -(-case.V // DEFAULT.statistics.BLOCK_V)
-        programs = min(blocks, -(-DEFAULT.programs // rows))
+        blocks = -(-case.V // tiling.STATISTICS.BLOCK_V)
+        programs = min(blocks, -(-tiling.PROGRAMS // rows))
         found.append((min(-(-case.N // rows), 3), programs > 1, blocks > programs))
     assert found == [(3, True, False), (1, True, True), (1, False, True)]
 

@@ -16,8 +16,8 @@ from rlplus import Objective, RLPlusLoss, linear_logprob, linear_policy_loss
 from rlplus.kernels import exponentials as row_kernels
 from rlplus.kernels import linear_logprob as linear_kernels
 from rlplus.kernels.tiling import Block
-from rlplus.loss import tuning
 from rlplus.loss.backends import triton as triton_backend
+from rlplus.loss.backends import ways
 from rlplus.loss.backends.ways import Way
 from rlplus.loss.head import Head as OpHead
 
@@ -87,7 +87,7 @@ def test_low_precision_inputs_keep_the_errors_of_fp32(backend: str, memory: str,
 @TRANSFORMS
 def test_in_our_own_gemm(transform: dict[str, float], bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its tiles, with and without stored logits; 40 rows: the last tile of rows is not full."""
-    monkeypatch.setattr(tuning, "tiling_of", own_gemm)
+    monkeypatch.setattr(ways, "own_tile", own_gemm)
     head, constants = sample(40, 70, dtype=torch.float32, H=16)
     T = temperatures(40, torch.float32)
     check_precision(fused("triton", head, constants, T, **transform), head, constants, EVERYTHING, T, **transform)

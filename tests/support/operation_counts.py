@@ -4,7 +4,7 @@ Counted on the simulated device of tests/ptx, which executes the kernels for tha
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -17,8 +17,6 @@ from thread_ranks import group_of
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from rlplus import Objective, linear_divergence, linear_logprob, linear_policy_loss
-from rlplus.kernels.tiling import Tiling
-from rlplus.loss import tuning
 
 N, V, H = 150, 300, 64
 CHUNKS_MB = 0.05  # several chunks
@@ -48,28 +46,26 @@ def operation_rows(arch: int, only: list[str] | None = None) -> Iterator[dict[st
     """A row for each operation, or each of these, on `N` tokens in bf16."""
     with simulated(arch) as gpu, one_rank() as group:
         calls = Calls(group)
-        for name, tiling, call in calls.every():
+        for name, call in calls.every():
             if only is not None and name not in only:
                 continue
-            kind = tuning.kind_of(calls.weight.device, torch.bfloat16, V, H)
-            with nullcontext() if tiling is None else tuning.using(kind, tiling):
-                gpu.reset()
-                before = gpu.allocated
-                with Called() as called:
-                    results = call()
-                kept, scratch = gpu.allocated - before, gpu.peak - gpu.allocated
-                assert results
-                assert kept > 0
-                assert called.names == set(budgets.OPERATIONS[name].split()), (name, called.names)
-                yield {
-                    "arch": arch,
-                    "operation": name,
-                    "launches": sum(gpu.launches.values()),
-                    "operations": sum(gpu.ops.values()),
-                    "waits": len(gpu.syncs) + gpu.waits["waits for an event"],
-                    "scratch": scratch,
-                }
-                del results
+            gpu.reset()
+            before = gpu.allocated
+            with Called() as called:
+                results = call()
+            kept, scratch = gpu.allocated - before, gpu.peak - gpu.allocated
+            assert results
+            assert kept > 0
+            assert called.names == set(budgets.OPERATIONS[name].split()), (name, called.names)
+            yield {
+                "arch": arch,
+                "operation": name,
+                "launches": sum(gpu.launches.values()),
+                "operations": sum(gpu.ops.values()),
+                "waits": len(gpu.syncs) + gpu.waits["waits for an event"],
+                "scratch": scratch,
+            }
+            del results
 
 
 @contextmanager
@@ -117,13 +113,13 @@ class Calls:
         )
 
     def loss(self, objective: Objective, **options: Any) -> list[Any]:
-        inputs = self.head | self.constants
-        out = linear_policy_loss(**inputs, objective=objective, backend="triton", **options)
-        return [out, torch.autograd.grad(out.loss, self.inputs)]
+        inputs = self.head | self.constants | options
+        out = linear_policy_loss(**inputs, objective=objective, backend="triton")
+        return [out, torch.autograd.grad(out.loss, [inputs["hidden"], inputs["weight"]])]
 
     def logprobs(self, **options: Any) -> Any:
         with torch.no_grad():
-            return linear_logprob(**self.head, backend="triton", **options)
+            return linear_logprob(**(self.head | options), backend="triton")
 
     def gradients(self, **options: Any) -> Any:
         logprob, spread = linear_logprob(**self.head, backend="triton", **options)
@@ -139,30 +135,29 @@ class Calls:
             weights = self.constants["token_weight"]
             return linear_divergence(*self.inputs, token_weight=weights, backend="triton", **self.teacher)
 
-    def every(self) -> Iterator[tuple[str, Tiling | None, Callable[[], Any]]]:
-        """Name, the tiling that it needs (None: the default), and the call, which returns what it computes."""
-        vendor, chunks = Tiling(forward="vendor", loss="vendor"), {"max_scratch_mb": CHUNKS_MB}
+    def every(self) -> Iterator[tuple[str, Callable[[], Any]]]:
+        """Name and call, which returns what it computes. The vendor's GEMM: of a weight that lies the other way."""
+        across = {"weight": self.weight.detach().t().contiguous().t().requires_grad_()}
+        chunks: dict[str, Any] = {"max_scratch_mb": CHUNKS_MB}
         loss = partial(self.loss, Objective("clip", "mis"))
-        yield "logprobs", None, self.logprobs
-        yield "logprobs, the vendor's GEMM", vendor, self.logprobs
-        yield "logprobs and gradients", None, self.gradients
-        yield "loss and gradients", None, loss
-        yield "loss and gradients, the vendor's GEMM", vendor, loss
+        yield "logprobs", self.logprobs
+        yield "logprobs, the vendor's GEMM", partial(self.logprobs, **across)
+        yield "logprobs and gradients", self.gradients
+        yield "loss and gradients", loss
+        yield "loss and gradients, the vendor's GEMM", partial(loss, **across)
         bonus = Objective("clip", "mis", entropy_coef=0.01)
-        yield "loss and gradients, entropy bonus", None, partial(self.loss, bonus)
-        yield "loss and gradients, chunks", None, partial(loss, **chunks)
-        yield "loss and gradients, chunks, the vendor's GEMM", vendor, partial(loss, **chunks)
-        filtered = partial(loss, **chunks, grad_filter=0.01)
-        yield "loss and gradients, chunks, smallest gradients left out", None, filtered
-        yield "loss and gradients, least memory", None, partial(loss, memory="least", **chunks)
-        yield "logprobs and gradients, sampled", None, partial(seeded, partial(self.gradients, backward="sampled"))
-        yield "loss and gradients, sampled", None, partial(seeded, partial(loss, backward="sampled"))
+        yield "loss and gradients, entropy bonus", partial(self.loss, bonus)
+        yield "loss and gradients, chunks", partial(loss, **chunks)
+        yield "loss and gradients, chunks, the vendor's GEMM", partial(loss, **chunks, **across)
+        yield "loss and gradients, least memory", partial(loss, memory="least", **chunks)
+        yield "logprobs and gradients, sampled", partial(seeded, partial(self.gradients, backward="sampled"))
+        yield "loss and gradients, sampled", partial(seeded, partial(loss, backward="sampled"))
         for name, form in (("kept tokens", {"kept": self.kept}), ("split head", {"group": self.group})):
-            yield f"logprobs, {name}", None, partial(self.logprobs, **form)
-            yield f"logprobs and gradients, {name}", None, partial(self.gradients, **form)
-            yield f"loss and gradients, {name}", None, partial(loss, **form)
-        yield "divergence", None, self.divergence_alone
-        yield "divergence and gradients", None, partial(self.divergence, **self.teacher)
-        yield "divergence and gradients, chunks", None, partial(self.divergence, **self.teacher, **chunks)
+            yield f"logprobs, {name}", partial(self.logprobs, **form)
+            yield f"logprobs and gradients, {name}", partial(self.gradients, **form)
+            yield f"loss and gradients, {name}", partial(loss, **form)
+        yield "divergence", self.divergence_alone
+        yield "divergence and gradients", partial(self.divergence, **self.teacher)
+        yield "divergence and gradients, chunks", partial(self.divergence, **self.teacher, **chunks)
         topk = partial(self.divergence, "torch", teacher_topk=self.topk)
-        yield "divergence from the teacher's likeliest tokens, and gradients", None, topk
+        yield "divergence from the teacher's likeliest tokens, and gradients", topk

@@ -27,7 +27,6 @@ from rlplus.loss.head import (
     cap_slope,
     capped,
     dhidden,
-    drop_smallest,
     fp16_scale,
     fp16_weights,
     raw_logits,
@@ -40,7 +39,6 @@ def policy_loss(
     head: Head,
     constants: TokenConstants,
     objective: Objective,
-    grad_filter: float,
     scratch_bytes: float,
     needs: list[bool],
     weight_grad: Tensor | None,
@@ -66,9 +64,8 @@ def policy_loss(
         loss += out.loss
         stats += torch.stack(list(out.stats.values()))
         if gradient:
-            dlogprob = drop_smallest(out.dlogprob, logprob[rows], grad_filter)
             dentropy = out.dentropy if objective.entropy_coef else None
-            _backward(head, rows, (logp, p, slope), dlogprob, dentropy, entropy[rows], scale, grads)
+            _backward(head, rows, (logp, p, slope), out.dlogprob, dentropy, entropy[rows], scale, grads)
         del logp, p, slope  # else there are four buffers while the next chunk's are made
     return loss, logprob, entropy, stats, _unscaled(grads, scale).finish(head, weight_grad)
 

@@ -29,7 +29,6 @@ from rlplus.loss.head import (
     Statistics,
     add_dweight,
     dhidden,
-    drop_smallest,
     logits_into,
 )
 
@@ -102,7 +101,6 @@ def policy_loss(
     head: Head,
     constants: TokenConstants,
     objective: Objective,
-    grad_filter: float,
     scratch_bytes: float,
     needs: list[bool],
     weight_grad: Tensor | None,
@@ -119,7 +117,7 @@ def policy_loss(
         out = token_loss(logprob, entropy, part, objective)
         loss.add_(out.loss)
         stats.add_(torch.stack(list(out.stats.values())))
-        return drop_smallest(out.dlogprob, logprob, grad_filter), out.dentropy if objective.entropy_coef else None
+        return out.dlogprob, out.dentropy if objective.entropy_coef else None
 
     one = _OnePass(head, scratch_bytes, needs, weight_grad)
     one.run(slopes)

@@ -17,7 +17,7 @@ from torch import Tensor
 from rlplus.loss import MISMATCH_STATS, STATS, Objective, TokenConstants, token_loss
 from rlplus.loss.backends.pair_sums import Grads, PairGradients, bags, spans
 from rlplus.loss.backends.sampled import SAMPLED_STATS
-from rlplus.loss.head import FLOOR, Head, cap_slope, capped, drop_smallest, scaled
+from rlplus.loss.head import FLOOR, Head, cap_slope, capped, scaled
 from rlplus.loss.inputs import check_values
 
 
@@ -62,7 +62,6 @@ def policy_loss(
     head: Head,
     constants: TokenConstants,
     objective: Objective,
-    grad_filter: float,
     scratch_bytes: float,
     needs: list[bool],
     weight_grad: Tensor | None,
@@ -84,8 +83,7 @@ def policy_loss(
         out = token_loss(rows.logprob, rows.entropy, constants.rows(some), objective)
         loss = loss + out.loss
         stats[:own] += torch.stack(list(out.stats.values()))
-        dlogprob = drop_smallest(out.dlogprob, rows.logprob, grad_filter)
-        dz = _pair_gradient(part_head, pairs, rows, dlogprob, out.dentropy)
+        dz = _pair_gradient(part_head, pairs, rows, out.dlogprob, out.dentropy)
         grads.add(some, part_head, pairs.row, pairs.token, dz, scratch_bytes)
     return loss, logprob, entropy, stats, grads.finish()
 

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from rlplus.loss import MISMATCH_STATS, STATS, Objective, TokenConstants, token_loss
 from rlplus.loss.cost import whole_tiles
-from rlplus.loss.head import Head, RunningStatistics, Statistics, add_dweight, drop_smallest, dweight, fp16_scale
+from rlplus.loss.head import Head, RunningStatistics, Statistics, add_dweight, dweight, fp16_scale
 
 PIECE = 1024  # rows of dhidden that are rounded at a time
 
@@ -61,7 +61,6 @@ def policy_loss(
     head: Head,
     constants: TokenConstants,
     objective: Objective,
-    grad_filter: float,
     scratch_bytes: float,
     needs: list[bool],
     weight_grad: Tensor | None,
@@ -74,11 +73,10 @@ def policy_loss(
     out = token_loss(known.logprob, known.entropy, constants, objective)
     names = STATS if constants.engine_logprob is None else STATS + MISMATCH_STATS
     stats = torch.stack([out.stats[name] for name in names])
-    dlogprob = drop_smallest(out.dlogprob, known.logprob, grad_filter)
     dentropy = out.dentropy if objective.entropy_coef else None
     grads = head.hidden.new_empty(0), head.hidden.new_empty(0), head.hidden.new_empty(0)
     if any(needs) or weight_grad is not None:
-        second = _SecondPass(blocks, head, known, dlogprob, dentropy)
+        second = _SecondPass(blocks, head, known, out.dlogprob, dentropy)
         grads = second.run(scratch_bytes, needs, weight_grad)
     return out.loss, known.logprob, known.entropy, stats, grads
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from rlplus.loss import Objective, TokenConstants, policy_loss, token_loss
 from rlplus.loss.backends import kept_tokens
 from rlplus.loss.divergence import divergence, student_classes, teacher_classes
-from rlplus.loss.head import FLOOR, Head, drop_smallest, scaled
+from rlplus.loss.head import FLOOR, Head, scaled
 from rlplus.loss.precision import full_precision
 
 
@@ -91,7 +91,7 @@ def _log_softmax(z: Tensor) -> Tensor:
 
 
 def linear_policy_loss(
-    head: Head, constants: TokenConstants, objective: Objective, grad_filter: float
+    head: Head, constants: TokenConstants, objective: Objective
 ) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]:
     """-> loss (differentiable), logprob (N,), entropy (N,), stats."""
     with torch.no_grad():
@@ -101,7 +101,7 @@ def linear_policy_loss(
     if constants.entropy_weight is not None and objective.entropy_coef:
         counts = counts | (constants.entropy_weight != 0)
     live_logprob, live_entropy = logprob_and_entropy(_only(head, counts))
-    large = drop_smallest(row.dlogprob, logprob, grad_filter) != 0
+    large = row.dlogprob != 0
     live_logprob = torch.where(large, live_logprob, live_logprob.detach())
     loss, stats = policy_loss(live_logprob, entropy=live_entropy, objective=objective, **constants._asdict())
     return loss, logprob, entropy, stats

@@ -15,8 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from rlplus.kernels.tiling import Tiling
-from rlplus.loss import library, tuning, verdicts
+from rlplus.loss import library, verdicts
 from rlplus.loss.backends import cpp
 from rlplus.loss.faults import advising
 from rlplus.loss.head import Head
@@ -40,7 +39,7 @@ class Choice(NamedTuple):
 
 _Kind = tuple[torch.device, torch.dtype]
 _on_cuda: dict[_Kind, Choice] = {}
-_agreeing: set[tuple[_Kind, torch.Size, bool, bool, Tiling]] = set()  # whose first call agreed, see `_agrees`
+_agreeing: set[tuple[_Kind, torch.Size, bool, bool]] = set()  # whose first call agreed, see `_agrees`
 _lock = Lock()
 
 
@@ -164,7 +163,7 @@ def _unsuitable(device: torch.device, dtype: torch.dtype) -> str:
 def _agrees(head: Head, scratch_bytes: float) -> bool:
     """Whether `triton` may compute this call: the first of each size is checked, and a mismatch disables `triton`."""
     kind = (head.hidden.device, head.hidden.dtype)
-    compiled_in = (head.softcap is not None, head.row_temperature is not None, tuning.tiling_of(head))
+    compiled_in = (head.softcap is not None, head.row_temperature is not None)
     size, N = (kind, head.weight.shape, *compiled_in), len(head.target)
     # A tracer's stand-in has no numbers; a rank may have no rows of a head that is split.
     if size in _agreeing or not N or type(head.hidden) is not Tensor or not len(head.weight):

@@ -32,7 +32,6 @@ from rlplus.loss.head import (
     Statistics,
     add_dweight,
     dhidden,
-    drop_smallest,
     fp16_scale,
     fp16_weights,
 )
@@ -150,7 +149,6 @@ def policy_loss(
     head: Head,
     constants: TokenConstants,
     objective: Objective,
-    grad_filter: float,
     needs: list[bool],
     weight_grad: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, tuple[Tensor, Tensor, Tensor]]:
@@ -168,8 +166,7 @@ def policy_loss(
         out = token_loss(known.logprob, known.entropy, constants.rows(rows), objective)
         loss += out.loss
         stats += torch.stack(list(out.stats.values()))
-        dlogprob = drop_smallest(out.dlogprob, known.logprob, grad_filter)
-        grads.add(rows, part, z, known, dlogprob, out.dentropy if objective.entropy_coef else None)
+        grads.add(rows, part, z, known, out.dlogprob, out.dentropy if objective.entropy_coef else None)
     return loss, logprob, entropy, stats, grads.finish()
 
 

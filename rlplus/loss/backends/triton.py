@@ -7,12 +7,13 @@ gives each row a slope, and the vendor's GEMMs take the exponentials to dhidden 
 of rows. The element of the target, which has most of a row's gradient, stays in fp32 and is added beside the GEMMs
 (rlplus/kernels/own_tokens.py). A row of a chunk takes 2 V bytes of scratch and 10 H or more.
 
-Other inputs have fp32 logits from the vendor's GEMM between: with a tiling that says so bf16, whose exponentials one
-more kernel makes; always fp16, whose range exponentials leave, and a softcap with an entropy bonus, which needs what
-the derivative of the softcap hides: there the gradient of the logits is computed from them; and fp32, in place.
+Other inputs have fp32 logits from the vendor's GEMM between: bf16 with a weight that lies the other way, whose
+exponentials one more kernel makes; fp16, whose range exponentials leave, and a softcap with an entropy bonus, which
+needs what the derivative of the softcap hides: there the gradient of the logits is computed from them; and fp32, in
+place.
 
 The host waits once, for the number of rows with a gradient (`logprob_backward` also for whether the entropy has one); a
-CUDA graph, where it cannot, takes all rows. `grad_filter` costs a wait for each chunk.
+CUDA graph, where it cannot, takes all rows.
 
 `cost.rows_of_chunk` chooses the rows of a chunk: at max_scratch_mb = 1250,
 H = 3584, V = 151,936, N = 16,384 in bf16 on an H200 they are 3584. The accumulator of dweight (V, H) is not counted;
@@ -25,13 +26,12 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor
 
-from rlplus.kernels import elementwise, own_tokens
+from rlplus.kernels import elementwise, own_tokens, tiling
 from rlplus.kernels import exponentials as row_kernels
 from rlplus.kernels import linear_logprob as linear_kernels
 from rlplus.kernels import policy_loss as token_kernels
 from rlplus.kernels import row_values as names
-from rlplus.kernels.tiling import Block
-from rlplus.loss import MISMATCH_STATS, STATS, Objective, TokenConstants, tuning
+from rlplus.loss import MISMATCH_STATS, STATS, Objective, TokenConstants
 from rlplus.loss.backends import token_arguments
 from rlplus.loss.backends.ways import Way, chunk_rows, gradient_dtype, way_of, width
 from rlplus.loss.head import (
@@ -40,7 +40,6 @@ from rlplus.loss.head import (
     Statistics,
     add_dweight,
     dhidden,
-    drop_smallest,
     dweight,
     fp16_scale,
     fp16_weights,
@@ -61,7 +60,6 @@ def policy_loss(
     head: Head,
     constants: TokenConstants,
     objective: Objective,
-    grad_filter: float,
     scratch_bytes: float,
     needs: list[bool],
     weight_grad: Tensor | None,
@@ -79,14 +77,12 @@ def policy_loss(
     with on_device(head.hidden.device):
         for which, differentiated in sets(may_have_gradient(constants, objective), gradient):
             way = way_of(head, differentiated, bonus=objective.entropy_coef != 0)
-            work = Work(head, way, which, scratch_bytes, copies=1 + (grad_filter > 0))
+            work = Work(head, way, which, scratch_bytes)
             for rows, part, values in work.chunks():
                 sums.append(token_kernels.token_loss(values, columns[rows], *surrogates))
                 logprob[rows], entropy[rows] = values[:, LOGPROB], values[:, ENTROPY]
-                if differentiated and grad_filter:
-                    values[:, DLOGPROB] = drop_smallest(values[:, DLOGPROB], values[:, LOGPROB], grad_filter)
                 if differentiated:
-                    grads.add(work, rows, part, values, few=grad_filter > 0)
+                    grads.add(work, rows, part, values)
     stats = torch.cat(sums).sum(0)
     loss = stats[STATS.index("loss_internal") : STATS.index("loss_entropy") + 1].sum()
     kinds = STATS if constants.engine_logprob is None else STATS + MISMATCH_STATS
@@ -143,7 +139,6 @@ class KernelStatistics:
     def __init__(self, head: Head) -> None:
         n = len(head.target)
         self.head, self.values = head, head.hidden.new_empty(n, WIDTH, dtype=head.dtype)
-        self.block = tuning.tiling_of(head).statistics
         with on_device(head.hidden.device):
             linear_kernels.target_logits(self.values, head.hidden, head.weight, *arguments(head))
         self.so_far = self.values.new_zeros(1, PARTIALS, n)
@@ -153,7 +148,7 @@ class KernelStatistics:
         with on_device(z.device):
             rest = arguments(block)
             row_kernels.row_exponentials(
-                self.so_far, None, self.values, z, z.shape[1], *rest, block=self.block, carry=True
+                self.so_far, None, self.values, z, z.shape[1], *rest, block=tiling.STATISTICS, carry=True
             )
 
     def finish(self) -> Statistics:
@@ -170,18 +165,17 @@ class KernelStatistics:
 running_statistics = KernelStatistics
 
 
-def known_rows(head: Head, rows: Statistics, dlogprob: Tensor, dentropy: Tensor | None) -> tuple[Tensor, Block]:
+def known_rows(head: Head, rows: Statistics, dlogprob: Tensor, dentropy: Tensor | None) -> Tensor:
     columns = {LOGPROB: rows.logprob, ENTROPY: rows.entropy, REFERENCE: rows.reference, LOGSUM: rows.logsum}
     none = torch.zeros_like(dlogprob)
     columns |= {DLOGPROB: dlogprob, DENTROPY: none if dentropy is None else dentropy, SLOPE: none}
-    return torch.stack([columns[i] for i in range(WIDTH)], 1), tuning.tiling_of(head).gradient
+    return torch.stack([columns[i] for i in range(WIDTH)], 1)
 
 
-def block_gradient(head: Head, z: Tensor, known: tuple[Tensor, Block]) -> Tensor:
-    values, block = known
+def block_gradient(head: Head, z: Tensor, values: Tensor) -> Tensor:
     dz = z.new_empty(z.shape, dtype=gradient_dtype(head))
     with on_device(z.device):
-        row_kernels.row_gradient(dz, values, z, z.shape[1], *arguments(head), block=block)
+        row_kernels.row_gradient(dz, values, z, z.shape[1], *arguments(head), block=tiling.GRADIENT)
     return dz
 
 
@@ -191,10 +185,10 @@ def block_gradient(head: Head, z: Tensor, known: tuple[Tensor, Block]) -> Tensor
 class Work:
     """Chunks of rows on one way, and the buffers that they share."""
 
-    def __init__(self, head: Head, way: Way, which: Tensor | None, scratch_bytes: float, copies: int = 1) -> None:
-        self.head, self.way, self.which, self.tiling = head, way, which, tuning.tiling_of(head)
+    def __init__(self, head: Head, way: Way, which: Tensor | None, scratch_bytes: float) -> None:
+        self.head, self.way, self.which = head, way, which
         self.count = len(head.target) if which is None else len(which)
-        self.rows = chunk_rows(head._replace(target=head.target[: self.count]), way, scratch_bytes, copies)
+        self.rows = chunk_rows(head._replace(target=head.target[: self.count]), way, scratch_bytes)
         self.logits = self._buffer(head.dtype if way.tile is None else None)
         self.exponentials = self._buffer(way.exponentials)
         self.dlogits = self.logits if way.dlogits == head.dtype else self._buffer(way.dlogits)
@@ -224,10 +218,10 @@ class Work:
             logits_into(head, logits[:, :V])
         parts = 1
         if kept is None:
-            parts = max(1, min(-(-V // self.tiling.statistics.BLOCK_V), -(-self.tiling.programs // n)))
+            parts = max(1, min(-(-V // tiling.STATISTICS.BLOCK_V), -(-tiling.PROGRAMS // n)))
         partial = values.new_empty(parts, PARTIALS, n)
         rest = arguments(head)
-        row_kernels.row_exponentials(partial, kept, values, logits, V, *rest, block=self.tiling.statistics)
+        row_kernels.row_exponentials(partial, kept, values, logits, V, *rest, block=tiling.STATISTICS)
         linear_kernels.finish_rows(values, partial, V, rest[0])
 
     def _ours(self, head: Head, values: Tensor) -> None:
@@ -249,14 +243,14 @@ class Work:
             linear_kernels.linear_exponentials(partial, kept, *product, tile=tile, listed=listed)
 
     def differentiate(
-        self, head: Head, values: Tensor, kept: Tensor | None, scale: Tensor | None
+        self, head: Head, values: Tensor, scale: Tensor | None
     ) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
         """-> dlogits (n, V), and None; or exponentials, their factors (n,) and the targets' own elements (n,).
 
-        kept: which of the chunk's rows these are, None = all; scale: of the slopes of fp16."""
-        n, (V, _), block = len(values), head.weight.shape, self.tiling.gradient
+        scale: of the slopes of fp16."""
+        n, (V, _), block = len(values), head.weight.shape, tiling.GRADIENT
         if self.exponentials is not None:
-            e = self.exponentials[:n] if kept is None else self.exponentials[kept]
+            e = self.exponentials[:n]
             factor, own = values.new_empty(n), values.new_empty(n)  # each aligned, whatever n is
             rest = (head.target.contiguous(), head.temperature, arguments(head)[-1])
             row_kernels.close_rows(factor, own, values, e, V, *rest, self.way.bonus, block)
@@ -265,7 +259,7 @@ class Work:
         assert self.dlogits is not None
         if scale is not None:
             values[:, DLOGPROB : DENTROPY + 1] *= scale
-        logits = self.logits[:n] if kept is None else self.logits[kept]
+        logits = self.logits[:n]
         out = logits if self.dlogits is self.logits else self.dlogits[:n]
         row_kernels.row_gradient(out, values, logits, V, *arguments(head), block=block)
         return out[:, :V], None
@@ -292,18 +286,10 @@ class _Gradients:
         if self.scale is not None and weight_grad is not None:
             weight_grad.mul_(self.scale)  # a power of two: exact, and undone at the end
 
-    def add(self, work: Work, rows: Index, head: Head, values: Tensor, few: bool = False) -> None:
-        """Add a chunk, whose slopes may be scaled in `values`; few: first leave out rows whose slopes are 0."""
-        live, kept = (values[:, DLOGPROB : DENTROPY + 1] != 0).any(1), None
-        if few and not _capturing(values.device):
-            kept = live.nonzero().squeeze(1)
-            rows = (
-                torch.arange(rows.start, rows.stop, device=kept.device)[kept] if isinstance(rows, slice) else rows[kept]
-            )
-            head, values, live = head.rows(kept), values[kept], live[kept]
-            if not len(kept):
-                return
-        dlogits, closed = work.differentiate(head, values, kept, self.scale)
+    def add(self, work: Work, rows: Index, head: Head, values: Tensor) -> None:
+        """Add a chunk, whose slopes may be scaled in `values`."""
+        live = (values[:, DLOGPROB : DENTROPY + 1] != 0).any(1)
+        dlogits, closed = work.differentiate(head, values, self.scale)
         factor = None if closed is None else closed[0]
         if closed is not None:
             self.own = closed[1].new_zeros(len(self.head.target)) if self.own is None else self.own

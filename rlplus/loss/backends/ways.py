@@ -5,8 +5,8 @@ from typing import NamedTuple
 import torch
 
 from rlplus.kernels import linear_logprob
-from rlplus.kernels.tiling import Tile, Tiling
-from rlplus.loss import cost, tuning
+from rlplus.kernels.tiling import Tile
+from rlplus.loss import cost
 from rlplus.loss.head import Head
 
 LINE = 64  # buffers have a multiple of this many columns, so that rows start at multiples of 128 bytes
@@ -28,44 +28,42 @@ class Way(NamedTuple):
         return cost.VENDOR if self.tile is None else cost.OWN
 
 
-def way_of(head: Head, gradient: bool, bonus: bool = False, tiling: Tiling | None = None) -> Way:
+def way_of(head: Head, gradient: bool, bonus: bool = False) -> Way:
     """bonus: whether rows may have a gradient of the entropy."""
-    tiling = tiling or tuning.tiling_of(head)
-    first, bf16 = (tiling.loss if gradient else tiling.forward), head.hidden.dtype == torch.bfloat16
-    kept = gradient and (bf16 or (isinstance(first, Tile) and head.hidden.dtype == torch.float32))
-    kept = kept and not (bonus and head.softcap is not None)
-    tile = None
     # A weight that lies the other way would have to be copied.
-    if first != "vendor" and (kept or not gradient) and head.weight.stride(1) == 1:
-        transformed = any(x is not None for x in (head.bias, head.softcap, head.row_temperature))
-        default = linear_logprob.default_tile(head.hidden, transformed) if bf16 and head.hidden.is_cuda else None
-        tile = first or default
+    tile = own_tile(head) if head.weight.stride(1) == 1 else None
+    kept = gradient and (tile is not None or head.hidden.dtype == torch.bfloat16)
     narrow = gradient_dtype(head) if gradient else None
-    return Way(tile, narrow, None, bonus) if kept else Way(tile, None, narrow, bonus)
+    if kept and not (bonus and head.softcap is not None):
+        return Way(tile, narrow, None, bonus)
+    return Way(None if gradient else tile, None, narrow, bonus)
 
 
-def row_bytes(head: Head, way: Way, copies: int = 1) -> int:
-    """Scratch of a row; copies: of what there is a factor or slope for, where rows are left out after the loss."""
+def own_tile(head: Head) -> Tile | None:
+    """The tile of our first GEMM, for bf16 on CUDA; None: the first GEMM is the vendor's."""
+    if head.hidden.dtype != torch.bfloat16 or not head.hidden.is_cuda:
+        return None
+    transformed = any(x is not None for x in (head.bias, head.softcap, head.row_temperature))
+    return linear_logprob.default_tile(head.hidden, transformed)
+
+
+def row_bytes(head: Head, way: Way) -> int:
+    """Scratch of a row."""
     (V, H), wide, narrow = head.weight.shape, head.dtype.itemsize, head.hidden.dtype.itemsize
     parts = 1 if way.tile is None else -(-V // way.tile.BLOCK_V)
     logit = wide if way.tile is None else 0
     if way.exponentials is not None:
-        logit += copies * way.exponentials.itemsize
+        logit += way.exponentials.itemsize
     if way.dlogits is not None:
-        logit = copies * wide + (way.dlogits.itemsize if way.dlogits != head.dtype else 0)
+        logit = wide + (way.dlogits.itemsize if way.dlogits != head.dtype else 0)
     return width(head) * logit + parts * linear_logprob.PARTIALS.value * wide + H * (3 * narrow + wide)
 
 
-def chunk_rows(
-    head: Head, way: Way, scratch_bytes: float, copies: int = 1, tiling: Tiling | None = None,
-    machine: cost.Machine | None = None,
-) -> int:  # fmt: skip
+def chunk_rows(head: Head, way: Way, scratch_bytes: float, machine: cost.Machine | None = None) -> int:
     """Rows of a chunk of the head's rows. machine: None = the device's."""
-    N, row, timed = max(len(head.target), 1), row_bytes(head, way, copies), (tiling or tuning.tiling_of(head)).rows
+    row = row_bytes(head, way)
     if way.exponentials is None and way.dlogits is None:
-        return min(cost.whole_tiles(scratch_bytes / row), N)
-    if timed is not None and timed.scratch_bytes == scratch_bytes:
-        return min(timed.rows, N)
+        return min(cost.whole_tiles(scratch_bytes / row), max(len(head.target), 1))
     return cost.rows_of_chunk(machine or device_machine(head.hidden.device), head.shape, row, scratch_bytes, way.path)
 
 
