@@ -1,7 +1,6 @@
 """rlplus-bench, python -m bench: measures the head's backends and their peers.
 
-rlplus-bench tune finds the fastest tiling of the triton backend on this machine's GPU; rlplus-bench submit measures
-that GPU for the manual. See rlplus-bench tune --help and rlplus-bench submit --help.
+rlplus-bench submit measures this machine's GPU for the manual. See rlplus-bench submit --help.
 """
 
 import argparse
@@ -12,7 +11,7 @@ from typing import NoReturn
 
 from rlplus.errors import hint
 
-from . import submit, tune_options
+from . import submit
 from .suites import SUITES, on_cuda
 
 # Imports that need torch are in functions: --help and wrong arguments are answered without it.
@@ -31,7 +30,6 @@ def parse(arguments: list[str]) -> tuple[argparse.ArgumentParser, argparse.Names
     parser.add_argument("--threads", type=int, default=1, metavar="N", help="on the CPU; default: %(default)s")
     parser.add_argument("--repeats", type=int, metavar="N", help="rounds of every case; default: the suite's")
     parser.add_argument("--only", nargs="+", metavar="METHOD", help="these methods and the bare GEMMs")
-    parser.add_argument("--tuning", type=Path, metavar="FILE", help="of `tune`, for the methods that are tuned")
     parser.add_argument("--tiny", action="store_true", help="the suite's methods on a few numbers, on the CPU")
     parser.add_argument("--list", action="store_true", help="print the methods and end")
     parser.add_argument("--model", action="store_true", help="print what the triton backend should cost, and end")
@@ -47,8 +45,6 @@ def checked(parser: argparse.ArgumentParser, options: argparse.Namespace) -> Non
             parser.error(f"argument --{name}: want a number >= 1; got {value}")
     if options.output.exists() and not options.output.is_dir():
         parser.error(f"argument --output: want a folder; got the file {options.output}")
-    if options.tuning and not options.tuning.is_file():
-        parser.error(f"argument --tuning: want a file of `tune`; got {options.tuning}: no such file")
     if not (options.suite or options.list or options.model or options.memory_of):
         parser.error("want --suite, --list or --model")
     import torch
@@ -68,12 +64,6 @@ def unknown(parser: argparse.ArgumentParser, name: str, methods: Iterable[str]) 
 
 def main(arguments: list[str] | None = None) -> None:
     arguments = sys.argv[1:] if arguments is None else arguments
-    if arguments[:1] == ["tune"]:
-        parsed = tune_options.parse(arguments[1:])
-        from . import tune  # needs triton
-
-        tune.main(*parsed, say)
-        return
     if arguments[:1] == ["submit"]:
         submit.main(*submit.parse(arguments[1:]), say)
         return

@@ -1,14 +1,13 @@
 """Everything to do on a GPU that is lent for a quarter of an hour: bench/gpu.sh [--cpu] [FOLDER] [STEP...]
 
-Steps, in this order: selfcheck bench training distill tests runs tune tuned kernels sanitize. A call ends within ten
+Steps, in this order: selfcheck bench training distill tests runs kernels sanitize. A call ends within ten
 minutes, all calls together take at most 13 of running time; a call goes on where the last one with this FOLDER
 (default: gpu-results) stopped. Exit status: 0 all passed, 1 something failed, 75 not finished: run the same command
 again. A refused self-check stops everything. STEPs that are named run again, whatever earlier calls found.
 
-FOLDER gets summary.txt, log.txt, state.json, the results of bench (gpu.json), training (training.json), tune
-(tuning.json) and bench with that tuning (tuned.json), and plots. All but the plots, which can be drawn from the
-results, are copied to the folder OUT if the environment names one. --cpu: the same order on small numbers, in Triton's
-interpreter; what needs a GPU is skipped and says so.
+FOLDER gets summary.txt, log.txt, state.json, the results of bench (gpu.json) and training (training.json), and plots.
+All but the plots, which can be drawn from the results, are copied to the folder OUT if the environment names one.
+--cpu: the same order on small numbers, in Triton's interpreter; what needs a GPU is skipped and says so.
 """
 
 import json
@@ -30,7 +29,7 @@ TOTAL_S = 780.0
 LEAST_S = 20.0  # no part begins with less left
 GRACE_S = 10.0  # a process that is asked to end has this long before it is killed
 UNFINISHED = 75
-STEPS = ("selfcheck", "bench", "training", "distill", "tests", "runs", "tune", "tuned", "kernels", "sanitize")
+STEPS = ("selfcheck", "bench", "training", "distill", "tests", "runs", "kernels", "sanitize")
 LOG, STATE = "log.txt", "state.json"
 
 ENVIRONMENT = """
@@ -80,13 +79,11 @@ class Part(NamedTuple):
 
 def parts(folder: Path, cpu: bool) -> list[Part]:
     """The parts in order. No call's end cuts one short, since each starts only where it fits."""
-    python, tuning, out = sys.executable, str(folder / "tuning.json"), str(folder)
+    python, out = sys.executable, str(folder)
     bench, tiny = [python, "-m", "bench", "--output", out], ["--tiny"] if cpu else []
-    head = ["--head", "151936", "3584", "--seconds", "150"]  # Qwen2.5-7B's, as in the main case of bench
     distill = ["--device", "cuda", "--dtype", "bfloat16"]
     distill += ["--tokens", "8192", "--hidden", "4096", "--vocabulary", "151936"]
     if cpu:
-        head = ["--head", "300", "32", "--tokens", "16", "--max-scratch-mb", "1", "--seconds", "20"]
         distill = ["--tokens", "16", "--hidden", "32", "--vocabulary", "300", "--rounds", "1"]
     trainer = "" if find_spec("deepspeed") else "deepspeed is not installed"
     training = [python, "-m", "experiments.measured_run", str(folder / "training.json"), *tiny]
@@ -98,8 +95,6 @@ def parts(folder: Path, cpu: bool) -> list[Part]:
         Part("distill", "distill", 60, [python, "-m", "bench.distill", *distill]),
         test_gpu,
         runs,
-        Part("tune", "tune", 180, [python, "-m", "bench", "tune", *head, "--output", tuning]),
-        Part("tuned", "tuned", 70, [*bench, "--suite", "tuned", "--tuning", tuning, *tiny], needs="tune"),
         kernels,
         *sanitizers(cpu),
     ]

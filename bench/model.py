@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from rlplus.kernels.tiling import TILES, Tiling
+from rlplus.kernels.tiling import TILES
 from rlplus.loss import cost
-from rlplus.loss.backends.ways import chunk_rows, way_of
+from rlplus.loss.backends.ways import Way, chunk_rows
 from rlplus.loss.head import Head
 
 SHAPE = cost.Shape(N=16_384, H=3584, V=151_936)  # Qwen2.5-7B
@@ -41,8 +41,9 @@ def rows_of(
     n, dtype = round(share * shape.N), torch.float16 if path is cost.TWICE else torch.bfloat16
     hidden, weight = (torch.empty(k, shape.H, dtype=dtype, device="meta") for k in (n, shape.V))
     head = Head(hidden, weight, None, torch.empty(n, dtype=torch.int64, device="meta"), 1.0)
-    tiling = Tiling(loss=TILES[8 if machine.half == cost.A100.half else 9][0] if path.own else "vendor")
-    return chunk_rows(head, way_of(head, True, tiling=tiling), mb * 1e6, tiling=tiling, machine=machine)
+    tile = TILES[8 if machine.half == cost.A100.half else 9][0] if path.own else None
+    way = Way(None, dlogits=dtype) if path is cost.TWICE else Way(tile, dtype)
+    return chunk_rows(head, way, mb * 1e6, machine)
 
 
 def ratio(machine: cost.Machine, rows: int, shape: cost.Shape = SHAPE, waves: bool = False, **options: Any) -> float:

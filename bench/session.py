@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from . import methods, output, plots
+from . import output, plots
 from .case import Case
 from .measure import keep_memory, run
 from .suites import SUITES, on_cuda, tiny
@@ -21,7 +21,6 @@ def measure(options: argparse.Namespace, say: Say) -> None:
     cases, seconds = SUITES[options.suite]
     until = inf if options.tiny else time.monotonic() + seconds
     device = "cuda" if on_cuda(options.suite, options.tiny) else "cpu"
-    methods.tuning_file = options.tuning
     torch.set_num_threads(options.threads)
     stem = options.output / (f"cpu-{options.threads}" if options.suite in ("cpu", "full") else options.suite)
     record = output.Record(stem.with_suffix(".json"), options.suite, device, options.threads)

@@ -31,13 +31,13 @@ from rlplus.kernels.elementwise import (
 )  # fmt: skip
 from rlplus.kernels.linear_logprob import LARGEST, NOTHING, PARTIALS, check, check_rows
 from rlplus.kernels.row_values import DENTROPY, DLOGPROB, ENTROPY, LOGPROB, LOGSUM, REFERENCE, SLOPE, WIDTH
-from rlplus.kernels.tiling import DEFAULT, Block
+from rlplus.kernels.tiling import GRADIENT, STATISTICS, Block
 
 
 def row_exponentials(
     partial: Tensor, exponentials: Tensor | None, values: Tensor, logits: Tensor, V: int, target: Tensor,
     bias: Tensor | None, temperature: float, softcap: float | None = None, row_temperature: Tensor | None = None,
-    block: Block = DEFAULT.statistics, carry: bool = False,
+    block: Block = STATISTICS, carry: bool = False,
 ) -> None:  # fmt: skip
     """Fill partial (parts, PARTIALS, n) fp32 from logits (n, W) fp32; with one part also exponentials (n, W) or None.
 
@@ -65,7 +65,7 @@ def row_exponentials(
 
 def close_rows(
     factor: Tensor, own: Tensor, values: Tensor, exponentials: Tensor, V: int, target: Tensor, temperature: float,
-    row_temperature: Tensor | None = None, entropy: bool = False, block: Block = DEFAULT.gradient,
+    row_temperature: Tensor | None = None, entropy: bool = False, block: Block = GRADIENT,
 ) -> None:  # fmt: skip
     """Turn exponentials (n, W) into a matrix whose rows times factor (n,) fp32 are the gradient of the logits, but for
     the target's element, own (n,) fp32. Both are filled.
@@ -86,7 +86,7 @@ def close_rows(
 
 def row_gradient(
     dlogits: Tensor, values: Tensor, logits: Tensor, V: int, target: Tensor, bias: Tensor | None, temperature: float,
-    softcap: float | None = None, row_temperature: Tensor | None = None, block: Block = DEFAULT.gradient,
+    softcap: float | None = None, row_temperature: Tensor | None = None, block: Block = GRADIENT,
 ) -> None:  # fmt: skip
     """Write the gradient of the logits to dlogits (n, W), which may be the logits (n, W) fp32 themselves.
 

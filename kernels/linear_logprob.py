@@ -70,17 +70,12 @@ def target_logits(
         )  # fmt: skip
 
 
-def tiles(hidden: Tensor) -> tuple[Tile, ...]:
-    """The tiles for the tensor's device and dtype: without and with a transform of the logits, then others to try."""
-    if hidden.dtype == torch.float32 and hidden.is_cuda:
-        return (FP32_TILE, FP32_TILE)
-    major = torch.cuda.get_device_capability(hidden.device)[0] if hidden.is_cuda else 0
-    return TILES[max(known for known in TILES if known <= major)]
-
-
 def default_tile(hidden: Tensor, transformed: bool) -> Tile:
     """The default tile of the tensor's device and dtype; transformed: by a bias, softcap or temperatures of rows."""
-    return tiles(hidden)[transformed]
+    if hidden.dtype == torch.float32 and hidden.is_cuda:
+        return FP32_TILE
+    major = torch.cuda.get_device_capability(hidden.device)[0] if hidden.is_cuda else 0
+    return TILES[max(known for known in TILES if known <= major)][transformed]
 
 
 def linear_exponentials(

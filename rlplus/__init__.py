@@ -26,7 +26,6 @@ if TYPE_CHECKING:
         policy_loss,
         register_token_loss,
         token_weights,
-        use_tuning,
     )
 
 __version__ = "0.3.0"
@@ -46,7 +45,6 @@ __all__ = [
     "policy_loss",
     "register_token_loss",
     "token_weights",
-    "use_tuning",
 ]
 
 __getattr__, __dir__ = lazy_names(__name__, {"loss": tuple(__all__)})

@@ -102,7 +102,6 @@ RULES: tuple[Rule, ...] = (
     ("data.benchmark", lambda c: True, "it is for evaluation.data, whose benchmarks are reported separately"),
     ("train.lr_min_ratio", lambda c: c.train.lr_schedule == "constant", "train.lr_schedule is constant"),
     ("train.max_scratch_mb", lambda c: c.train.backend == "reference", "backend reference keeps the full logits"),
-    ("train.tuning", lambda c: c.train.backend not in ("auto", "triton"), "it is for backend triton"),
     ("train.backward_threshold", lambda c: c.train.backward == "exact", "train.backward is exact"),
     (
         "train.grad_clip",

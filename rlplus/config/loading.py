@@ -90,11 +90,13 @@ def recorded_config(values: Any) -> Config:
 
 def as_of_now(values: dict[str, Any]) -> dict[str, Any]:
     """The sections that an older version wrote down, with what they meant there."""
-    rollout, reward = values.get("rollout"), values.get("reward")
+    rollout, reward, train = values.get("rollout"), values.get("reward"), values.get("train")
     if isinstance(rollout, dict):  # weights had a folder in 0.3.0; no sample differs
         values = values | {"rollout": {key: value for key, value in rollout.items() if key != "push_folder"}}
     if isinstance(reward, dict):  # and every response was graded as it was
         values = values | {"reward": {"cut_off": "grade", "box": "optional"} | reward}
+    if isinstance(train, dict) and train.get("tuning") is None:  # 0.3.0's default: no bit differs
+        values = values | {"train": {key: value for key, value in train.items() if key != "tuning"}}
     return values
 
 

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from rlplus.common.section import Count, Fraction, NonNegative, PathText, Positive, Seconds, Section
+from rlplus.common.section import Count, Fraction, NonNegative, Positive, Seconds, Section
 
 # DeepSpeed's keys that would change the loss's normalisation, or be ignored beside the trainer's own.
 OWNED = {"train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"}
@@ -93,9 +93,6 @@ class TrainConfig(Section):
     """Memory or time of the head, see rlplus.linear_policy_loss. least needs 80 MB of scratch, for a third more time
     there on a CPU in fp32, and twice the time on an H200 in bf16; None: least on a GPU where max_scratch_mb is so small
     that it is the faster one."""
-    tuning: PathText | None = None
-    """Tuning of the triton backend: a file of `rlplus-bench tune`, or auto, the one in its cache for this GPU and head;
-    None: the defaults. A resumed run keeps the tuning of its start."""
     collective_timeout_s: Seconds = 3600.0
     """Seconds that ranks wait for one that is still busy; one that died is noticed at once."""
     max_nonfinite: Count = 3

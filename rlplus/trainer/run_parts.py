@@ -8,7 +8,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
@@ -26,14 +25,11 @@ from rlplus.learner import (
     weights_fingerprint,
     write_pretrained,
 )
-from rlplus.learner.learner import this_device
 from rlplus.learner.resharding import load_resharded
-from rlplus.loss.tuning import kind_of, using
 from rlplus.recipe import make_recipe
 from rlplus.reward import Scorer
 from rlplus.rollout import RolloutEngine, make_engine, make_respond
 from rlplus.rollout.shared_engine import SharedEngine
-from rlplus.trainer import run_tuning
 from rlplus.trainer.engine import PROBES, NoEngine, SyncedEngine
 from rlplus.trainer.metrics import RunLog
 from rlplus.trainer.out_of_memory import naming_phase
@@ -99,7 +95,6 @@ def _made(config: Config, resume: str | None, stack: ExitStack) -> Run:
         notes.append(f"{epochs} epochs of {len(data.variants)} prompts: {config.train.steps} steps")
     recipe = make_recipe(config)
     agree.phase("model")
-    _start_tuning(config, model_config, folder, stack)
     policy = Policy(config, model_path, model_config, reference=recipe.algorithm.needs_reference)
     recipe.policy, recipe.ends = policy, ends
     recipe.build(model_path, model_config, pad_id)
@@ -182,20 +177,6 @@ def _load_data(
     if report.plain < report.rows and (warning := turn_warning(tokenizer, ends)):
         notes.insert(1, warning)
     return selected, [*notes, *([selected.graded.summary()] if selected.graded else [])]
-
-
-def _start_tuning(config: Config, model_config: PretrainedConfig, folder: RunFolder, stack: ExitStack) -> None:
-    """Use the run's tuning, which checkpoints keep, until the run closes."""
-    text, dtype = model_config.get_text_config(decoder=True), getattr(torch, config.model.dtype)
-    kind = kind_of(this_device(), dtype, text.vocab_size, text.hidden_size)
-    if folder.last is None:
-        folder.fixed["tuning"], tiling, note = run_tuning.begin(config.train.tuning, kind)
-    else:
-        folder.fixed["tuning"], tiling, note = run_tuning.resume(folder.state["tuning"], kind)
-    if note:
-        folder.notes.append(f"tuning: {note}")
-    if tiling is not None:
-        stack.enter_context(using(kind, tiling))
 
 
 def _load_learners(learners: dict[str, Learner], folder: RunFolder, stack: ExitStack) -> None:

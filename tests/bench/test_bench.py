@@ -293,7 +293,6 @@ def test_it_runs_from_the_source_tree() -> None:
         (["--suite", "cpu", "--repeats", "-1"], "want a number >= 1; got -1"),
         (["--suite", "cpu", "--only", "tritn"], "no method 'tritn'; nearest: triton"),
         (["--suite", "cpu", "--output", __file__], "want a folder; got the file"),
-        (["--suite", "cpu", "--tuning", "absent.json"], "want a file of `tune`; got absent.json: no such file"),
     ],
 )
 def test_wrong_arguments(arguments: list[str], message: str, capsys: pytest.CaptureFixture) -> None:

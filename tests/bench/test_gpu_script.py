@@ -14,19 +14,14 @@ import processes
 import pytest
 import torch
 
-from rlplus.bench import gpu, machine, methods, pack
+from rlplus.bench import gpu, machine, pack
 from rlplus.bench.case import Case
-from rlplus.bench.cases import Head, Inputs
 from rlplus.bench.gpu import Part, Session, execute, parts
-from rlplus.bench.methods import Unavailable
-from rlplus.bench.peers import METHODS
 from rlplus.bench.suites import SUITES, tiny
-from rlplus.kernels.tiling import TILES, Tiling
-from rlplus.loss import tuning
 from rlplus.loss.verdicts import versions
 
 ROOT = Path(__file__).parents[2]
-PARTS = ["selfcheck", "bench", "training", "distill", "test_gpu", "runs", "tune", "tuned", "kernels"]
+PARTS = ["selfcheck", "bench", "training", "distill", "test_gpu", "runs", "kernels"]
 PARTS += ["sanitizer", "memcheck", "racecheck"]
 
 
@@ -99,15 +94,13 @@ def test_a_refused_self_check_stops_everything_with_its_reason(lent: Callable[..
 
 def test_a_part_that_fails_leaves_the_others_but_those_that_need_it(lent: Callable[..., Machine]) -> None:
     here = lent(**dict.fromkeys(PARTS, 10.0))
-    here.status |= {"tune": 2, "test_gpu": None, "sanitizer": 1}
+    here.status |= {"runs": 2, "test_gpu": None, "sanitizer": 1}
     assert here.session().go_on() == 1
-    assert here.ran == [name for name in PARTS if name not in ("tuned", "memcheck", "racecheck")]
+    assert here.ran == [name for name in PARTS if name not in ("memcheck", "racecheck")]
     found = [line for line in here.summary() if not line.startswith("    ")]
     assert found[4:-1] == [
         "test_gpu: FAILED: stopped after 150 s",
-        "runs: passed in 10 s",
-        "tune: FAILED: status 2 after 10 s",
-        "tuned: skipped, tune did not pass",
+        "runs: FAILED: status 2 after 10 s",
         "kernels: passed in 10 s",
         "sanitizer: skipped, it does not run here: the last line of sanitizer",
         "memcheck: skipped, sanitizer did not pass",
@@ -117,7 +110,7 @@ def test_a_part_that_fails_leaves_the_others_but_those_that_need_it(lent: Callab
 
 def test_an_interrupted_part_is_charged_and_begun_once_more(lent: Callable[..., Machine]) -> None:
     here = lent()
-    only = [Part("bench", "bench", 300), Part("tune", "tune", 50)]
+    only = [Part("bench", "bench", 300), Part("kernels", "kernels", 50)]
 
     class Ended(BaseException):
         pass
@@ -132,7 +125,7 @@ def test_an_interrupted_part_is_charged_and_begun_once_more(lent: Callable[..., 
         session = here.session(only)  # 60 s later
         assert session.state["spent"] == spent
     assert session.go_on() == 1
-    assert here.ran == ["tune"]
+    assert here.ran == ["kernels"]
     assert "bench: FAILED: interrupted twice" in here.summary()
 
 
@@ -176,7 +169,7 @@ def test_a_process_that_takes_too_long_is_ended_with_its_children(tmp_path: Path
 def test_wrong_steps(capsys: pytest.CaptureFixture) -> None:
     assert gpu.main(["somewhere", "benhc"]) == 2
     assert (
-        "want steps among selfcheck, bench, training, distill, tests, runs, tune, tuned, kernels, sanitize; got 'benhc'"
+        "want steps among selfcheck, bench, training, distill, tests, runs, kernels, sanitize; got 'benhc'"
         in capsys.readouterr().err
     )
 
@@ -284,27 +277,6 @@ def test_a_tiny_suite_has_the_same_methods() -> None:
     assert {case.seconds for case in small} == {inf}
 
 
-def test_tuned_methods_have_the_tiling_of_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    inputs = Inputs(Head(HEAD, "cpu"), 1.0)
-    with pytest.raises(Unavailable, match="needs --tuning FILE"):
-        METHODS["triton tuned"].prepare(inputs)
-    best = Tiling(programs=1024, forward=TILES[0][1], loss="vendor")
-    kind = tuning.Kind("cpu", "bfloat16", HEAD.V, HEAD.H)
-    record = tuning.record_of(kind, best, [])
-    file = tmp_path / "tuning.json"
-    tuning.write(file, record)
-    monkeypatch.setattr(methods, "tuning_file", file)
-    seen = []
-    monkeypatch.setattr(methods, "linear_policy_loss", lambda *_, **__: seen.append(dict(tuning._in_use)) or 1 / 0)
-    for name in ("triton tuned", "triton vendor"):
-        with pytest.raises(ZeroDivisionError):
-            METHODS[name].prepare(inputs)()
-    assert [tilings[kind] for tilings in seen] == [best, methods.VENDOR]
-    tuning.write(file, record | {"versions": {}})
-    with pytest.raises(Unavailable, match="is not used, it was made with"):
-        METHODS["triton tuned"].prepare(inputs)
-
-
 # ---- the whole order
 
 
@@ -324,23 +296,22 @@ def test_the_whole_order_on_small_numbers_without_what_a_gpu_machine_lacks(tmp_p
         assert done.returncode == 0, done.stdout + (out / "log.txt").read_text()[-3000:]
     lines = (out / "summary.txt").read_text().splitlines()
     assert lines[0].split()[1:3] == ["revision", "abc"]
-    assert [line.split(":")[0] for line in lines[1:12]] == PARTS
+    assert [line.split(":")[0] for line in lines[1:11]] == PARTS
     assert [line for line in lines if "skipped" in line] == [
         "training: skipped, deepspeed is not installed",
-        "test_gpu: skipped, needs a GPU", "sanitizer: skipped, needs a GPU",
+        "test_gpu: skipped, needs a GPU", "runs: skipped, needs a GPU", "sanitizer: skipped, needs a GPU",
         "memcheck: skipped, sanitizer did not pass", "racecheck: skipped, sanitizer did not pass",
     ]  # fmt: skip
-    assert len(lines) == 15  # two calls: the environment, the end
+    assert len(lines) == 14  # two calls: the environment, the end
     assert sorted(path.name for path in copies.iterdir()) == sorted(
         path.name for path in out.iterdir() if path.is_file() and path.suffix != ".png"
     )
-    assert len(list(copies.iterdir())) <= 8
-    for name, wanted in (("gpu", "triton vendor"), ("tuned", "triton tuned"), ("tuned", "triton vendor")):
-        result = json.loads((copies / f"{name}.json").read_text())
-        assert (result["complete"], result["revision"]) == (True, "abc")
-        rows = {row["method"]: row for row in result["cases"][0]["rows"]}
-        assert rows[wanted]["status"] == "ok"
-        assert rows[wanted]["ratio"]["median"] > 0  # relative to the bare GEMMs
-        assert {"aten::mm"} <= {kernel["kernel"] for kernel in rows["bare-3u"]["kernels"]}
-        assert rows[wanted]["kernels"]
-    assert "kernels of triton tuned" in (copies / "log.txt").read_text()
+    assert len(list(copies.iterdir())) <= 6
+    result = json.loads((copies / "gpu.json").read_text())
+    assert (result["complete"], result["revision"]) == (True, "abc")
+    rows = {row["method"]: row for row in result["cases"][0]["rows"]}
+    assert rows["triton"]["status"] == "ok"
+    assert rows["triton"]["ratio"]["median"] > 0  # relative to the bare GEMMs
+    assert {"aten::mm"} <= {kernel["kernel"] for kernel in rows["bare-3u"]["kernels"]}
+    assert rows["triton"]["kernels"]
+    assert "kernels of triton" in (copies / "log.txt").read_text()

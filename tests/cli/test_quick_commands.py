@@ -58,10 +58,9 @@ def test_report_on_a_comparison(tmp_path: Path) -> None:
     ("arguments", "status", "said"),
     [
         (["--help"], 0, "usage: rlplus-bench"),
-        (["tune", "--help"], 0, "usage: rlplus-bench tune"),
         ([], 2, "want --suite, --list or --model"),
         (["--suite", "cpu", "--repeats", "0"], 2, "argument --repeats: want a number >= 1; got 0"),
-        (["tune", "--dtype", "int8"], 2, "invalid choice: 'int8'"),
+        (["submit", "--help"], 0, "usage: rlplus-bench submit"),
     ],
 )
 def test_rlplus_bench(arguments: list[str], status: int, said: str) -> None:

@@ -317,14 +317,17 @@ def test_rules_that_mean_the_same_are_equal(given: Any, same: dict[str, str], ot
 
 
 def test_what_an_earlier_version_wrote_down_is_read(minimal: Path) -> None:
-    """Up to 0.3.0 there was a folder for weights, which changes no sample; other keys that are gone are refused.
+    """Up to 0.3.0 there was a folder for weights, which changes no sample, and a tuning of kernels, which changes bits
+    unless it was none; other keys that are gone are refused.
 
     Its graders took every response, so that a run of it resumes with that rule only.
     """
     now = load_config(minimal, ["reward.cut_off=grade", "reward.box=optional"])
     written = now.model_dump(mode="json")
-    written["rollout"]["push_folder"] = "/dev/shm"
+    written["rollout"]["push_folder"], written["train"]["tuning"] = "/dev/shm", None
     assert recorded_config(written) == now
+    with pytest.raises(ValueError, match=r"train\.tuning: unknown key"):
+        recorded_config(written | {"train": written["train"] | {"tuning": "auto"}})
     newer = load_config(minimal).model_dump(mode="json")
     assert recorded_config(newer).reward.cut_off == recorded_config(newer).reward.box == "auto"
     for rule in ("cut_off", "box"):

@@ -50,7 +50,6 @@ IGNORED: list[tuple[str, list[str], list[str] | None]] = [
     ("data.benchmark=x", [], None),
     ("train.lr_min_ratio=0.1", [], ["train.lr_schedule=cosine"]),
     ("train.max_scratch_mb=9", ["train.backend=reference"], []),
-    ("train.tuning=auto", ["train.backend=torch"], []),
     ("train.backward_threshold=0.1", [], ["train.backward=sampled"]),
     ("train.grad_clip=2", ["train.deepspeed.gradient_clipping=3"], []),
     ("train.generated_tokens=9", ["algorithm.preset=sft"], []),

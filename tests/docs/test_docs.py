@@ -21,7 +21,6 @@ from torch.distributed.run import get_args_parser
 import rlplus
 from bench.__main__ import parse as parse_bench
 from bench.submit import parse as parse_submit
-from bench.tune_options import parse as parse_tune
 from rlplus.algorithm import ALGORITHMS
 from rlplus.cli import parse
 from rlplus.cli.evaluate import evaluated
@@ -224,8 +223,8 @@ def check_python(words: Sequence[str], folder: Path) -> None:
 
 
 def check_bench(words: list[str], folder: Path) -> None:
-    commands = {"tune": parse_tune, "submit": parse_submit}
-    commands.get(words[0], parse_bench)(words[words[0] in commands :])
+    is_submit = words[0] == "submit"
+    (parse_submit if is_submit else parse_bench)(words[is_submit:])
 
 
 def check_make(words: Sequence[str], folder: Path) -> None:

@@ -29,9 +29,9 @@ from ptx.launcher import Run, executed, findings_of
 from torch import Tensor
 
 from rlplus import Objective
-from rlplus.kernels import divergence_rows, exponentials, policy_loss, scale
-from rlplus.kernels.tiling import STATISTICS, TILES, Tiling
-from rlplus.loss import TokenConstants, tuning
+from rlplus.kernels import divergence_rows, exponentials, policy_loss, scale, tiling
+from rlplus.kernels.tiling import TILES, Block
+from rlplus.loss import TokenConstants
 from rlplus.loss.backends import token_arguments
 from rlplus.loss.backends import triton as backend
 from rlplus.loss.backends.ways import Way
@@ -212,7 +212,7 @@ def test_the_order_of_blocks_changes_no_bit(arch: int, kernel: Callable[[Case], 
 def test_rows_that_several_programs_share_depend_on_how_many_share_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """docs/kernels.md says so. 300 rows have 2 programs a row, 250 have 3; so do 200."""
     V = 8 * 2048 + 3
-    monkeypatch.setattr(tuning, "tiling_of", lambda head: Tiling(statistics=STATISTICS[1]))
+    monkeypatch.setattr(tiling, "STATISTICS", Block(2048, 4))
     hidden, weight, target = 3 * torch.randn(300, 4), torch.randn(V, 4), torch.randint(V, (300,))
     found = []
     for n in (300, 250, 200):

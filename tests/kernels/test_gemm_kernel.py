@@ -15,8 +15,8 @@ from torch import Tensor
 from rlplus import Objective, linear_logprob
 from rlplus.kernels import linear_logprob as kernels
 from rlplus.kernels.row_values import WIDTH
-from rlplus.loss import tuning
 from rlplus.loss.backends import triton as backend
+from rlplus.loss.backends import ways
 from rlplus.loss.backends.ways import Way
 from rlplus.loss.head import FLOOR, Head
 
@@ -29,7 +29,7 @@ EVERY_TILE = pytest.mark.parametrize("tile", TILES)
 
 @pytest.fixture(autouse=True)
 def use_this_gemm(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tuning, "tiling_of", own_gemm)
+    monkeypatch.setattr(ways, "own_tile", own_gemm)
 
 
 def inputs(n: int, V: int, H: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -21,8 +21,6 @@ from rank_cases import (
 from trainer_runs import on_ranks
 
 from rlplus.data import read_kept
-from rlplus.kernels.tiling import PROGRAMS, Tiling
-from rlplus.loss.tuning import plain
 from rlplus.trainer.ranks import initialize_distributed
 
 SLOW = [name for name in CASES if name not in QUICK]
@@ -149,21 +147,6 @@ def test_one_refusal_gives_all_ranks_torch(quick: Results) -> None:
 
 def test_ranks_skip_the_same_updates(quick: Results) -> None:
     assert quick["skipped updates"] == [[True, True, False]] * 2
-
-
-def test_all_ranks_use_the_tuning_of_rank_0(quick: Results) -> None:
-    one, other = quick["agreed tunings"]
-    assert one == other
-    for name in ("both", "damaged on rank 1"):
-        record, tiling, note = one[name]
-        assert record["for"] == {"device": "a GPU", "dtype": "float32", "V": 258, "H": 32}
-        assert tiling == plain(Tiling(programs=PROGRAMS[1]))
-        assert note.endswith("cache 0/tuning-a-GPU-float32-258x32.json")
-    assert one["damaged"].startswith("train.tuning: rank 0: want a tuning by `rlplus-bench tune` in ")
-    assert one["missing"].startswith("train.tuning: rank 0: want a tuning by `rlplus-bench tune`; got ")
-    assert one["none"][:2] == (None, None)
-    assert one["none"][2] == ("none for a GPU, float32, a weight (258, 32) in the cache, `rlplus-bench tune` makes one")
-    assert one["two kinds"] == "train.tuning: want GPUs of one kind; got GPU 0, GPU 1"
 
 
 def test_refilled_steps_have_as_many_groups_on_each_rank(quick: Results) -> None:

@@ -19,7 +19,6 @@ MODULES = sorted(path for folder in (PACKAGE, *LINKS) for path in folder.rglob("
 ALLOWED = {name: LAYERS[:i] for i, name in enumerate(LAYERS)}
 ALLOWED["__init__"] = ["lazy", "loss"]  # importing rlplus stays cheap
 ALLOWED["bench"] = ["errors", "common", "kernels", "loss"]  # runs where only torch and triton are
-ALLOWED["bench"].append("config")  # `tune` reads one
 ALLOWED["integrations"] = ["errors", "loss"]  # and nothing imports it
 for layer in ("cli", "config", "rollout", "trainer"):
     ALLOWED[layer].append("__version__")

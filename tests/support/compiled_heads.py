@@ -9,7 +9,7 @@ from torch import Tensor
 
 from rlplus.kernels import exponentials, row_values
 from rlplus.kernels import linear_logprob as kernels
-from rlplus.kernels.tiling import DEFAULT, Block, Tile
+from rlplus.kernels.tiling import GRADIENT, Block, Tile
 from rlplus.loss.head import FLOOR
 
 EPS = torch.finfo(torch.float32).eps
@@ -190,7 +190,7 @@ def by_blocks(logits: Tensor, V: int, target: Tensor, transform: Transform, step
 
 def closed(
     values: Tensor, e: Tensor, V: int, target: Tensor, transform: Transform, entropy: bool,
-    block: Block = DEFAULT.gradient,
+    block: Block = GRADIENT,
 ) -> Tensor:  # fmt: skip
     """The gradient of the logits (n, V) that exponentials stand for, which are closed on the way."""
     factor, own = torch.empty(2, len(target))
@@ -200,7 +200,7 @@ def closed(
 
 
 def row_gradient(
-    logits: Tensor, V: int, target: Tensor, transform: Transform, out: Tensor, block: Block = DEFAULT.gradient
+    logits: Tensor, V: int, target: Tensor, transform: Transform, out: Tensor, block: Block = GRADIENT
 ) -> None:
     """Check the gradient from fp32 logits, which `out` may be."""
     n, before = len(target), logits[:, :V].clone()

@@ -8,11 +8,11 @@ from torch import Tensor
 
 from rlplus.kernels import exponentials, row_values
 from rlplus.kernels import linear_logprob as kernels
-from rlplus.kernels.tiling import DEFAULT, Block
+from rlplus.kernels.tiling import STATISTICS, Block
 
 LOGPROB, ENTROPY, REFERENCE = row_values.LOGPROB.value, row_values.ENTROPY.value, row_values.REFERENCE.value
 DLOGPROB, DENTROPY, WIDTH = row_values.DLOGPROB.value, row_values.DENTROPY.value, row_values.WIDTH.value
-BLOCK_V = DEFAULT.statistics.BLOCK_V
+BLOCK_V = STATISTICS.BLOCK_V
 
 
 def begun(logits: Tensor, V: int, target: Tensor, *transform: Any) -> Tensor:
@@ -27,7 +27,7 @@ def begun(logits: Tensor, V: int, target: Tensor, *transform: Any) -> Tensor:
 
 def statistics(
     logits: Tensor, target: Tensor, V: int | None = None, transform: tuple[Any, ...] = (None, 1.0), parts: int = 1,
-    block: Block = DEFAULT.statistics, kept: Tensor | None = None,
+    block: Block = STATISTICS, kept: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """values (n, WIDTH) of rows of V logits, by so many programs a row."""
     V = V or logits.shape[1]

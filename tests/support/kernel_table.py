@@ -40,7 +40,7 @@ from triton.runtime.jit import JITFunction
 
 from rlplus.kernels import divergence_rows, exponentials, linear_logprob, own_tokens, policy_loss, scale
 from rlplus.kernels.row_values import WIDTH
-from rlplus.kernels.tiling import FP32_TILE, GRADIENT, STATISTICS, TILES, Block, Tile
+from rlplus.kernels.tiling import FP32_TILE, TILES, Tile
 from rlplus.loss.objective import KL_ESTIMATORS
 from rlplus.loss.surrogates import EXTERNAL, INTERNAL
 
@@ -114,8 +114,8 @@ def sums(n: int, parts: int = 1) -> torch.Tensor:
     return torch.empty(parts, linear_logprob.PARTIALS.value, n)
 
 
-def gradient(dtype: torch.dtype, W: int, *rest: Any, **block: Block) -> Callable[[], None]:
-    return partial(exponentials.row_gradient, torch.empty(2, W, dtype=dtype), *rows(2, W), *rest, **block)
+def gradient(dtype: torch.dtype, W: int, *rest: Any) -> Callable[[], None]:
+    return partial(exponentials.row_gradient, torch.empty(2, W, dtype=dtype), *rows(2, W), *rest)
 
 
 def close_launches() -> Iterator[Launch]:
@@ -152,17 +152,17 @@ def target_launches() -> Iterator[Launch]:
 
 
 def gemm_launches(arch: int) -> Iterator[Launch]:
-    """The default tiles, the others, and that of fp32; exponentials stored or not, all rows or those that are listed.
-    H = 72 leaves a tail and is not a multiple of 16."""
-    (plain, transformed, *others), bf16, usual = TILES[arch // 10], torch.bfloat16, (4096, 128)
+    """The tiles, and that of fp32; exponentials stored or not, all rows or those that are listed. H = 72 leaves a tail
+    and is not a multiple of 16."""
+    (plain, transformed), bf16, usual = TILES[arch // 10], torch.bfloat16, (4096, 128)
     for stores, which in product((False, True), (False, True)):
         yield tile_launch(plain, bf16, usual, stores, which)
         yield tile_launch(plain, bf16, (4097, 72), stores, which)
         yield tile_launch(FP32_TILE, torch.float32, usual, stores, which)
     for stores, transform in product((False, True), TRANSFORMED):
         yield tile_launch(transformed, bf16, usual, stores, False, transform)
-    for stores, tile in product((False, True), dict.fromkeys((transformed, *others))):
-        yield tile_launch(tile, bf16, usual, stores, False)
+    for stores in (False, True):
+        yield tile_launch(transformed, bf16, usual, stores, False)
     for dtype, tile in ((torch.float16, transformed), (torch.float32, FP32_TILE)):
         yield tile_launch(tile, dtype, (4097, 72), False, False, TRANSFORMED[0])
     yield tile_launch(transformed, bf16, usual, True, True, TRANSFORMED[-1])
@@ -181,18 +181,6 @@ def tile_launch(
     args = (sums(200, -(-V // tile.BLOCK_V)), stored, torch.empty(200, WIDTH.value), hidden, weight)
     start = partial(linear_logprob.linear_exponentials, *args, torch.zeros(200, dtype=torch.int64), *rest)
     return f"{where}{', listed' * which}{', stores' * stores}", H % 16 == 0, start
-
-
-def candidate_launches() -> Iterator[Launch]:
-    """The other blocks that `rlplus-bench tune` tries."""
-    rest = (40_001, torch.zeros(2, dtype=torch.int64), None, 1.0)
-    for block, stores in product(STATISTICS[1:], (False, True)):
-        stored = torch.empty(2, 40_064, dtype=torch.bfloat16) if stores else None
-        start = partial(exponentials.row_exponentials, sums(2), stored, *rows(2, 40_064), *rest, block=block)
-        yield f"V 40001 in 40064, {block.BLOCK_V} w{block.num_warps}{', stores' * stores}", True, start
-    for block in GRADIENT[1:]:
-        where = f"V 40001 in 40064, to bfloat16, {block.BLOCK_V} w{block.num_warps}"
-        yield where, True, gradient(torch.bfloat16, 40_064, *rest, block=block)
 
 
 def token_launches() -> Iterator[Launch]:
@@ -282,7 +270,7 @@ def compiling(arch: int) -> Iterator[list[Compiled]]:
 def compile_all(arch: int, only: list[str] | None) -> Iterator[Row]:
     """One row of the table for each launch, or each of these variants."""
     with compiling(arch) as compiled:
-        launches = (row_launches(), close_launches(), target_launches(), gemm_launches(arch), candidate_launches())
+        launches = (row_launches(), close_launches(), target_launches(), gemm_launches(arch))
         for variant, aligned, start in chain(
             *launches, draw_launches(), divergence_launches(), token_launches(), other_launches(), own_launches()
         ):

@@ -5,7 +5,6 @@
 Rank 0 writes FOLDER/NAME.pt: for each case the gradients of one update and what else there is to compare.
 """
 
-import os
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -24,7 +23,6 @@ from transformers.modeling_flash_attention_utils import prepare_fa_kwargs_from_p
 from rlplus.common import agree
 from rlplus.config import Config, ModelConfig
 from rlplus.data import MicroBatch, Sample
-from rlplus.kernels.tiling import PROGRAMS, Tiling
 from rlplus.learner import ValueModel, by_sample, make_micro_batches
 from rlplus.learner import learner as learner_module
 from rlplus.learner import policy as policy_module
@@ -34,12 +32,10 @@ from rlplus.learner.pretrained import load_model, prepare_model
 from rlplus.loss import library
 from rlplus.loss.backends.selection import Choice
 from rlplus.loss.library import _scale as scale
-from rlplus.loss.tuning import Kind, cached_file, plain, record_of, write
 from rlplus.recipe import Batch, make_recipe
 from rlplus.trainer import train
 from rlplus.trainer.metrics import Tally, tally_outputs, tally_update
 from rlplus.trainer.ranks import initialize_distributed
-from rlplus.trainer.run_tuning import begin
 
 ALWAYS_SHARDED = {"zero_optimization": {"stage3_param_persistence_threshold": 0}}
 LORA = {"rank": 4, "alpha": 8.0}
@@ -351,35 +347,6 @@ def refilled_run(folder: Path, name: str) -> list[dict[str, float]]:
         return metrics(train(config))
 
 
-def agreed_tunings(folder: Path) -> list[dict[str, Any]]:
-    """The tunings of all ranks, each with a separate cache: other tilings, a damaged file, another GPU."""
-    rank, kind, found = dist.get_rank(), Kind("a GPU", "float32", 258, 32), {}
-
-    def begun(wanted: str) -> tuple[Any, Any, str]:
-        record, tiling, note = begin(wanted, kind)
-        return record, plain(tiling), note
-
-    with mock.patch.dict(os.environ, {"RLPLUS_CACHE": str(folder / f"cache {rank}")}):
-        path = cached_file(kind)
-        write(path, record_of(kind, Tiling(programs=PROGRAMS[1 + rank]), []))
-        found["both"] = begun("auto")
-        if rank == 1:
-            path.write_text("{")
-        found["damaged on rank 1"] = begun("auto")
-        for name, text in (("damaged", "{"), ("missing", None)):
-            path.unlink() if text is None else path.write_text(text)
-            try:
-                found[name] = begun("auto" if text else str(folder / "nowhere"))
-            except ValueError as error:
-                found[name] = str(error)
-        found["none"] = begun("auto")
-        try:
-            begin("auto", kind._replace(device=f"GPU {rank}"))
-        except ValueError as error:
-            found["two kinds"] = str(error)
-    return agree.gathered(found)
-
-
 def main() -> None:
     folder, output, *names = sys.argv[1:]
     initialize_distributed()
@@ -389,7 +356,6 @@ def main() -> None:
     results["skipped updates"] = skipped_updates(Path(folder))
     results["by sample"] = statistics_by_sample(Path(folder), "tied, sequences")
     results["refilled run"] = refilled_run(Path(folder), f"{output} refilled")
-    results["agreed tunings"] = agreed_tunings(Path(folder))
     if dist.get_rank() == 0:
         torch.save(results, Path(folder) / f"{output}.pt")
     dist.barrier()
