@@ -27,9 +27,10 @@ class Tile(NamedTuple):
     tma: bool
 
 
-STATISTICS = Block(4096, 8)  # of the row kernels: from logits to their statistics,
-GRADIENT = Block(4096, 8)  # and to their gradient
-PROGRAMS = 512  # fill any GPU: with fewer rows, several programs share a row of fp32 logits
+# Blocks of the row kernels, from logits to their statistics and to their gradient.
+STATISTICS = Block(4096, 8)
+GRADIENT = Block(4096, 8)
+PROGRAMS = 512  # so many fill any GPU: with fewer rows, several programs share a row of fp32 logits
 
 # Tiles by the GPU's major compute capability, for half precision: the default, and one with a bias, softcap or
 # temperatures of rows, which need registers. 0: the interpreter.

@@ -1,4 +1,4 @@
-"""A cost model of the head on a GPU, by which the rows of a chunk and `memory=None` are chosen.
+"""A cost model of the head on a GPU, by which the rows of a chunk are chosen.
 
 Everything is a number of operations and bytes. A GEMM takes the longer of its multiplications and its memory traffic,
 and a share `exposed` of the shorter: 0 if they overlap entirely, 1/2 if that was not measured. Our first GEMM takes
@@ -12,8 +12,7 @@ from typing import NamedTuple
 
 TILE = (128, 256)  # the part of a GEMM's result that one processor computes at a time; the vendor may choose another
 LAUNCH = 2e-6  # seconds
-CHUNK = 22  # launches for a chunk in one pass, copies and the repair of rows included
-BLOCK, BETWEEN = 10, 60  # launches for a block of the vocabulary in both of two passes, and between these
+CHUNK = 22  # launches for a chunk, copies and the repair of rows included
 # An assumption. An H200 took, epilogue and stores included, 1.03 to 1.04 alone (decision 139), and 1.24 within a
 # profiled call, which is not at the limit of power (decision 153). With settled clocks only whole calls were timed.
 OWN_GEMM = 1.1
@@ -88,7 +87,7 @@ def one_pass(
     scaling: int = 0,
     bonus: bool = False,
 ) -> dict[str, float]:
-    """Seconds of loss and gradients with memory="fast", by part.
+    """Seconds of loss and gradients, by part.
 
     rows: rows of a chunk; share: of the rows, those with a gradient, the others take the first GEMM alone, the vendor's
     with a reading of its logits; scaling: bytes moved per element of dweight by the factor of the backward pass; bonus:
@@ -137,60 +136,19 @@ def one_pass(
     return seconds
 
 
-def two_passes(
-    machine: Machine, shape: Shape, columns: int, *, share: float = 1.0, exposed: float = 0.5
-) -> dict[str, float]:
-    """Like `one_pass` with memory="least"; columns: width of a block of the vocabulary."""
-    N, H, V, narrow, wide = shape
-    active = round(share * N)
-    lent = min(1.0, active * wide / (V * narrow)) if narrow != wide else 0.0  # share of the blocks that are done twice
-    seconds = dict.fromkeys(("logits", "dhidden", "dweight", "statistics", "gradient", "launches"), 0.0)
-    for B, k in _parts(V, columns).items():
-        weight, dz = B * H * narrow, active * B * narrow
-
-        def logits(n: int, B: int = B, weight: int = weight) -> float:
-            return gemm(machine, shape, (n, B, H), weight + n * (H * narrow + B * wide), exposed)
-
-        seconds["logits"] += k * (logits(N) + (1 + lent) * logits(active))
-        seconds["dhidden"] += k * gemm(machine, shape, (active, H, B), dz + weight + 2 * active * H * wide, exposed)
-        seconds["dweight"] += k * gemm(machine, shape, (B, H, active), dz + weight + active * H * narrow, exposed)
-        seconds["statistics"] += k * N * B * wide / machine.bandwidth
-        seconds["gradient"] += k * (1 + lent) * active * B * (wide + narrow) / machine.bandwidth
-        seconds["launches"] += k * BLOCK * LAUNCH
-    seconds["launches"] += BETWEEN * LAUNCH
-    return seconds
-
-
 @lru_cache(maxsize=4096)
 def rows_of_chunk(machine: Machine, shape: Shape, row: int, scratch_bytes: float, path: Path) -> int:
-    """Rows of a chunk that cost the least in one pass; row: bytes of one. At least one, however small the scratch."""
-    return ranked_rows(machine, shape, row, scratch_bytes, path)[0]
-
-
-def ranked_rows(machine: Machine, shape: Shape, row: int, scratch_bytes: float, path: Path) -> list[int]:
-    """Rows of a chunk, from the least time on: fewer than fit may leave fewer processors idle. Ties: the smaller."""
+    """Rows of a chunk that cost the least in one pass, the smaller of equals; row: bytes of one. At least one, however
+    small the scratch. Fewer than fit may leave fewer processors idle."""
     most = min(whole_tiles(scratch_bytes / max(row, 1)), max(shape.N, 1))
     found = {most, *range(max(TILE[0], most // 2 // TILE[0] * TILE[0]), most, TILE[0])}
-    return sorted(found, key=lambda n: (sum(one_pass(machine, shape, n, path=path).values()), n))
+    return min(found, key=lambda n: (sum(one_pass(machine, shape, n, path=path).values()), n))
 
 
 def whole_tiles(size: float) -> int:
     """The size, rounded down to whole tiles of a GEMM if it is at least one; at least 1."""
     tile = TILE[0]
     return max(1, int(size) if size < tile else int(size) // tile * tile)
-
-
-@lru_cache(maxsize=4096)
-def faster_memory(shape: Shape, scratch_bytes: float) -> str:
-    """ "fast" or "least": the faster one with this scratch, by the floors on an A100."""
-    machine, (N, H, V, narrow, wide) = A100._replace(processors=0), shape
-    path = OWN if narrow == 2 else TWICE_FP32
-    row = V * (narrow if path.own else wide) + H * (3 * narrow + wide)
-    rows = rows_of_chunk(A100, shape, row, scratch_bytes, path)
-    columns = min(V, whole_tiles(scratch_bytes / ((wide + narrow) * max(N, 1))))
-    one = one_pass(machine, shape, rows, path=path, exposed=0.0)
-    two = two_passes(machine, shape, columns, exposed=0.0)
-    return "least" if sum(two.values()) < sum(one.values()) else "fast"
 
 
 def _parts(total: int, size: int) -> dict[int, int]:
