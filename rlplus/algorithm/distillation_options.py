@@ -69,7 +69,7 @@ class Distillation(RecipeOptions):
         if self.own_loss:
             fields = ("kl_coef", "entropy_coef", "mismatch_cap")
             unread |= {f"algorithm.objective.{name}": getattr(algorithm.objective, name) for name in fields}
-            unread |= {"algorithm.top_entropy": algorithm.top_entropy < 1, "train.memory": train.memory}
+            unread |= {"algorithm.top_entropy": algorithm.top_entropy < 1}
             unread |= {"train.backward sampled": train.backward == "sampled"}
             unread |= {"algorithm.external_top_entropy": algorithm.external_top_entropy < 1}
             unread |= {"algorithm.external_schedule": algorithm.external_schedule is not None}

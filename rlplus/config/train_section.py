@@ -89,10 +89,6 @@ class TrainConfig(Section):
     backward_threshold: Annotated[float, Field(gt=0, lt=1)] | None = None
     """Probability from which backward sampled has elements exactly: a smaller one takes more time and leaves less
     noise. None: the default of rlplus.linear_policy_loss."""
-    memory: Literal["fast", "least"] | None = None
-    """Memory or time of the head, see rlplus.linear_policy_loss. least needs 80 MB of scratch, for a third more time
-    there on a CPU in fp32, and twice the time on an H200 in bf16; None: least on a GPU where max_scratch_mb is so small
-    that it is the faster one."""
     collective_timeout_s: Seconds = 3600.0
     """Seconds that ranks wait for one that is still busy; one that died is noticed at once."""
     max_nonfinite: Count = 3
@@ -157,22 +153,16 @@ class TrainConfig(Section):
                 )
         if owned := sorted(OWNED & self.deepspeed.keys()):
             raise ValueError(f"deepspeed.{owned[0]}: leave it out, the trainer sets micro-batches, AdamW and dtype")
-        if self.memory == "least" and self.backend == "reference":
-            raise ValueError("backend reference keeps the full logits: want memory fast; got least")
-        if self.backward == "sampled" and (self.memory == "least" or self.backend == "reference" or self.shard_head):
-            got = f"memory {self.memory}, backend {self.backend}, shard_head {self.shard_head}"
-            raise ValueError(
-                "backward sampled: want memory fast, another backend than reference, and no shard_head; got " + got
-            )
+        if self.backward == "sampled" and (self.backend == "reference" or self.shard_head):
+            got = f"backend {self.backend}, shard_head {self.shard_head}"
+            raise ValueError(f"backward sampled: want another backend than reference, and no shard_head; got {got}")
         if self.offload_params != "none" and self.zero_stage < 3:
             raise ValueError(f"offload_params needs weights in shards: want zero_stage 3; got {self.zero_stage}")
         if self.optimizer == "adamw8bit" and self.offload_optimizer == "cpu":
             raise ValueError("optimizer adamw8bit stays on the GPU: want offload_optimizer none; got cpu")
-        if self.shard_head and (self.zero_stage < 3 or self.memory == "least" or self.backend == "reference"):
-            got = f"zero_stage {self.zero_stage}, memory {self.memory}, backend {self.backend}"
-            raise ValueError(
-                f"shard_head: want zero_stage 3, memory fast, and another backend than reference; got {got}"
-            )
+        if self.shard_head and (self.zero_stage < 3 or self.backend == "reference"):
+            got = f"zero_stage {self.zero_stage}, backend {self.backend}"
+            raise ValueError(f"shard_head: want zero_stage 3 and another backend than reference; got {got}")
         if self.compile and self.zero_stage == 3:
             raise ValueError("compile does not go with the hooks of ZeRO-3: want zero_stage 1 or 2; got 3")
         return self

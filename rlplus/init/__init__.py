@@ -54,7 +54,7 @@ COMMENTS = {
     "train.tokens_per_micro_batch": "tokens of one forward pass on a GPU",
     "train.zero_stage": "sharding over the GPUs: 1 optimizer state, 2 + gradients, 3 + weights",
     "train.offload_params": "the weights in host memory, from where each pass fetches them: slow",
-    "train.memory": "least memory in the head, for up to twice the time there",
+    "train.max_scratch_mb": "small pieces of logits at a time in the head, which then takes longer",
 }
 _WITHOUT_VLLM = (
     "vLLM, the faster engine, is not installed here for this device: add it by "

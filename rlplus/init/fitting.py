@@ -12,6 +12,7 @@ from rlplus.learner.pretrained import positions
 from rlplus.plan import Cluster, Plan, make_cluster, make_plan, read_model, training_part
 from rlplus.plan.memory import estimate_memory, sequence_bytes
 from rlplus.plan.planned_model import Model
+from rlplus.plan.search import SCRATCH_MB
 
 LENGTHS = (2048, 1024, 512)  # responses, in tokens
 TOKENS = (16384, 8192, 4096, 2048)  # tokens of a micro-batch
@@ -161,14 +162,14 @@ def _settled(values: dict[str, Any], fixed: dict[str, Any], model: Model, cluste
     engines = [n for n in ENGINES if cluster.gpus % n == 0 and model.heads % n == 0]
     least = config.max_sample_length
 
-    def tried(engine: int, stage: int, tokens: int, **memory: str) -> dict[str, Any] | None:
+    def tried(engine: int, stage: int, tokens: int, **memory: int) -> dict[str, Any] | None:
         rollout = {} if engine == 1 else {"tensor_parallel_size": engine}
         train = {"zero_stage": stage, "tokens_per_micro_batch": tokens, **memory}
         changed = merged(merged(values, {"rollout": rollout, "train": train}), fixed)
         return _with_share(changed, fixed, model, cluster) if _accepted(changed) else None
 
     for engine, stage in product(engines, stages):
-        if smallest := tried(engine, stage, least) or tried(engine, stage, least, memory="least"):
+        if smallest := tried(engine, stage, least) or tried(engine, stage, least, max_scratch_mb=SCRATCH_MB[-1]):
             larger = (tried(engine, stage, tokens) for tokens in TOKENS if tokens > least)
             return next((found for found in larger if found), smallest)
     return None

@@ -129,7 +129,7 @@ class Policy(Learner):
         constants = constants._replace(
             token_weight=constants.token_weight * ranks, entropy_weight=None if bonus is None else bonus * ranks
         )
-        options = {"objective": objective, "memory": self.config.train.memory} | self.head_options(batch)
+        options = {"objective": objective} | self.head_options(batch)
         options["backward"] = self.config.train.backward
         if self.config.train.backward == "sampled":
             options["seed"] = self._next_seed()

@@ -79,7 +79,7 @@ def linear_divergence(
     check_plain(weight=weight, bias=bias, teacher_weight=teacher_weight, teacher_bias=teacher_bias)
     head = _head(hidden, weight, bias, (logit_scale, logit_softcap, temperature))
     weights = _weights(token_weight, hidden, head.dtype)
-    scratch = bytes_of_scratch(max_scratch_mb, "fast")
+    scratch = bytes_of_scratch(max_scratch_mb)
     numbers = (teacher_logit_scale, teacher_logit_softcap, teacher_temperature)
     if teacher_topk is not None:
         others = (teacher_hidden, teacher_weight, teacher_bias)

@@ -204,15 +204,6 @@ def dhidden(dz: Tensor, head: Head) -> Tensor:
     return sum(dz[:, v] @ block for v, block in _blocks(head.weight, head.dtype))  # type: ignore[return-value]
 
 
-def add_dhidden(total: Tensor, dz: Tensor, head: Head) -> None:
-    """total (n, H) += dz weight, in the accumulation dtype."""
-    if head.mixed:
-        torch.addmm(total, dz.to(head.hidden.dtype), head.weight, out_dtype=total.dtype, out=total)
-        return
-    for v, block in _blocks(head.weight, head.dtype):
-        total.addmm_(dz[:, v], block)
-
-
 def dweight(dz: Tensor, hidden: Tensor) -> Tensor:
     """dz^T hidden: (n, v), (n, H) -> (v, H), in fp32 (fp64); on the CPU in the dtype of dz."""
     if dz.is_cuda and hidden.dtype.itemsize == 2:

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from rlplus.loss import MISMATCH_STATS, STATS, Objective, TokenConstants
-from rlplus.loss.backends import kept_tokens, least, sampled
-from rlplus.loss.cost import faster_memory
+from rlplus.loss.backends import kept_tokens, sampled
 from rlplus.loss.divergence import check_topk
 from rlplus.loss.faults import advising
 from rlplus.loss.head import Head
@@ -126,7 +125,7 @@ def linear_policy_loss_into(weight_grad: Tensor, needs: Sequence[bool], *argumen
 
 def _policy_loss(weight_grad: Tensor | None, needs: Sequence[bool], *arguments: Any) -> tuple[Tensor, ...]:
     head, constants, objective, options = unpack(arguments, Head, TokenConstants, Objective, Options)
-    memory, blocks = options.memory, implementation(options.backend)
+    backend = implementation(options.backend)
     with _telling(head):
         if weight_grad is not None:
             check_apart(weight_grad, arguments)
@@ -135,20 +134,15 @@ def _policy_loss(weight_grad: Tensor | None, needs: Sequence[bool], *arguments: 
     shards = _shards(head, options.backend, options.scratch_bytes, on, call, constants._asdict())
     check_targets(head, len(head.weight) if shards is None else sum(shards.lengths), weighted)
     del weighted, on
-    if memory == "faster" and shards is None:
-        memory = faster_memory(head.shape, options.scratch_bytes)
 
     def whole(head: Head, constants: TokenConstants, *where: Any) -> Any:
         if shards is not None:
-            return sharded().policy_loss(blocks, shards, head, constants, objective, *where)
+            return sharded().policy_loss(backend, shards, head, constants, objective, *where)
         if head.uniform is not None:
             return sampled.policy_loss(
                 implementation(DRAWS[options.backend]), head, constants, objective, options.scratch_bytes, *where
             )
-        inputs = (head, constants, objective, options.scratch_bytes, *where)
-        if memory == "least":
-            return least.policy_loss(blocks, *inputs)
-        return blocks.policy_loss(*inputs)
+        return backend.policy_loss(head, constants, objective, options.scratch_bytes, *where)
 
     def compute(head: Head, *where: Any) -> Any:
         if head.kept_offsets is None:

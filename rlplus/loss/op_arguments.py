@@ -15,11 +15,10 @@ from rlplus.loss.head import Head
 
 
 class Options(NamedTuple):
-    """Options of the policy loss. memory: "fast", "least", or "faster", the one that takes less time by `cost`."""
+    """Options of the policy loss."""
 
     scratch_bytes: float
     backend: str
-    memory: str
 
 
 FIELDS = {kind: tuple(kind.__annotations__) for kind in (Head, TokenConstants, Objective, Options)}

@@ -21,7 +21,7 @@ from rlplus.loss.op_arguments import Options, pack
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-MAX_SCRATCH_MB = {"fast": 1250.0, "least": 80.0}  # keys: `memory`
+MAX_SCRATCH_MB = 1250.0
 
 
 class PolicyLoss(NamedTuple):
@@ -59,7 +59,6 @@ def linear_policy_loss(
     threshold: float = THRESHOLD,
     seed: int | None = None,
     max_scratch_mb: float | None = None,
-    memory: str | None = None,
     weight_grad: Tensor | None = None,
     kept: tuple[Tensor, Tensor] | None = None,
     group: "ProcessGroup | None" = None,
@@ -94,17 +93,14 @@ def linear_policy_loss(
                        some ten rows for each token of a peaked policy (`backends/sampled.py`). The relative error of
                        the logits' gradient is about sqrt(stats["sampled_variance"] / stats["sampled_square"]), but for
                        an entropy bonus and a softcap. The host waits for numbers of elements. Not with backend
-                       "reference", memory="least", a split head or a CUDA graph
+                       "reference", a split head or a CUDA graph
     threshold          the default, 2^-12, is an error of 1.3e-3 on rows of a policy of .24 nats; at a quarter of it the
                        error and the number of elements are half and twice as large, about. A row that would keep more
                        than 512 elements has a larger one, 1 / 512, and is counted in stats["sampled_flat"]
     seed               of the random numbers, one for each token; another one at each call, else noise adds up. None:
                        the next ones of torch's generator, which torch.compile(fullgraph=True) wants
-    memory             "fast": one pass, three GEMMs, and for half-precision inputs an fp32 accumulator (V, H) of the
-                       weight's gradient; "least": two passes, about four GEMMs, no accumulator (`backends/least.py`);
-                       None: "fast", but on CUDA "least" if max_scratch_mb is so small that it should be faster by
-                       `rlplus.loss.cost` (at 16,384 tokens of Qwen2.5-7B's head: up to 130)
-    max_scratch_mb     memory for logits, 10^6 bytes; None = 1250, with memory="least" 80
+    max_scratch_mb     memory for logits, 10^6 bytes; None = 1250. For half-precision inputs there is beside them an fp32
+                       accumulator (V, H) of the weight's gradient, with backward "sampled" only its rows of drawn tokens
     weight_grad        (V, H), contiguous, fp32 (fp64 for fp64 inputs), in memory that no input uses: the gradient of
                        weight is added there by this call, without later factors of the loss. The backward pass then
                        returns no gradient of weight, and is not needed if hidden and bias need no gradient
@@ -141,24 +137,19 @@ def linear_policy_loss(
             behavior_logprob=behavior_logprob, ref_logprob=ref_logprob, engine_logprob=engine_logprob,
             entropy_weight=entropy_weight,
         )  # fmt: skip
-        _check_options(head, memory, weight_grad)
-        way = _way(memory, max_scratch_mb, hidden.device)
-        scratch = bytes_of_scratch(max_scratch_mb, way)
+        _check_weight_grad(head, weight_grad)
+        scratch = bytes_of_scratch(max_scratch_mb)
         backend = backend_for(backend, head.whole_vocabulary(), scratch)
-        if backend == "reference" and (way == "least" or weight_grad is not None or head.group):
-            raise ValueError(
-                "backend 'reference' keeps the full logits: it takes no memory='least', weight_grad or split head"
-            )
+        if backend == "reference" and (weight_grad is not None or head.group):
+            raise ValueError("backend 'reference' keeps the full logits: it takes no weight_grad or split head")
         if check_backward(backward, threshold, seed) == "sampled":
             head = with_draws(head, backward, threshold, seed, backend)
-            if memory == "least":
-                refuse(backward, "memory='least'")
     if backend == "reference":
         weighted, _ = library.check_policy_rows(head, constants, objective)
         library.check_targets(head, len(head.weight), weighted)
         loss, logprob, entropy, stats = reference.linear_policy_loss(head, constants, objective)
     else:
-        options = Options(scratch, backend, way)
+        options = Options(scratch, backend)
         loss, logprob, entropy, stats = _fused_policy_loss(head, constants, objective, options, weight_grad)
     return PolicyLoss(loss, logprob.detach().view(target.shape), entropy.detach().view(target.shape), stats)
 
@@ -189,7 +180,7 @@ def linear_logprob(
     """
     with _telling(group, weight, hidden, target):
         head = make_head(hidden, weight, target, bias, (logit_scale, logit_softcap, temperature), group, kept)
-        scratch = bytes_of_scratch(max_scratch_mb, "fast")
+        scratch = bytes_of_scratch(max_scratch_mb)
         backend = backend_for(backend, head.whole_vocabulary(), scratch)
         if backend == "reference" and head.group:
             raise ValueError("backend 'reference' keeps the full logits: it takes no split head")
@@ -218,8 +209,8 @@ class RLPlusLoss(nn.Module):
     def __init__(self, objective: str | Objective = "rlplus", **options: Any) -> None:
         super().__init__()
         self.objective = objective_of(objective)
-        transform, memory = ("logit_scale", "logit_softcap", "temperature"), ("max_scratch_mb", "memory")
-        known = (*transform, "backward", "threshold", "seed", *memory, "group", "backend")
+        transform = ("logit_scale", "logit_softcap", "temperature")
+        known = (*transform, "backward", "threshold", "seed", "max_scratch_mb", "group", "backend")
         for name in options:
             if name not in known:
                 raise ValueError(f"want options among {', '.join(known)}; got {name!r}{hint(name, known)}")
@@ -254,11 +245,7 @@ def _fused_policy_loss(
     return loss, logprob, entropy, dict(zip(library.stats_of(head, constants), sums.unbind(), strict=True))
 
 
-def _check_options(head: Head, memory: str | None, weight_grad: Tensor | None) -> None:
-    if memory is not None and memory not in tuple(MAX_SCRATCH_MB):
-        raise ValueError(f"want memory 'fast', 'least' or None; got {memory!r}")
-    if memory == "least" and head.group:
-        raise ValueError("want memory 'fast' or None with a head that is split over ranks; got 'least'")
+def _check_weight_grad(head: Head, weight_grad: Tensor | None) -> None:
     if weight_grad is not None:
         check_tensor("weight_grad", weight_grad, (head.weight.shape, head.hidden.device), dtype=head.dtype)
         if weight_grad.requires_grad or not weight_grad.is_contiguous():
@@ -266,15 +253,8 @@ def _check_options(head: Head, memory: str | None, weight_grad: Tensor | None) -
             raise ValueError(f"want weight_grad contiguous and without requires_grad; got {came}")
 
 
-def _way(memory: str | None, max_scratch_mb: float | None, device: torch.device) -> str:
-    """The memory mode; "faster" lets the operation, which knows the sizes, choose the faster one."""
-    if memory is not None:
-        return memory
-    return "faster" if device.type == "cuda" and max_scratch_mb is not None else "fast"
-
-
-def bytes_of_scratch(max_scratch_mb: float | None, way: str) -> float:
-    mb = MAX_SCRATCH_MB[way] if max_scratch_mb is None else max_scratch_mb
+def bytes_of_scratch(max_scratch_mb: float | None) -> float:
+    mb = MAX_SCRATCH_MB if max_scratch_mb is None else max_scratch_mb
     if not (isinstance(mb, int | float) and 0 < mb < inf):
         raise ValueError(f"want max_scratch_mb a finite number > 0; got {mb!r}")
     return mb * 1e6

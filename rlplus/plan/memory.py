@@ -1,6 +1,7 @@
 """The memory of one GPU by part, at those moments of a step that can be the fullest."""
 
 from dataclasses import dataclass
+from math import ceil, sqrt
 from typing import Any
 
 import torch
@@ -10,8 +11,9 @@ from rlplus.config import Config
 from rlplus.learner.deepspeed_settings import check_eight_bit, check_sharded_head, deepspeed_config
 from rlplus.loss import MAX_SCRATCH_MB
 from rlplus.loss.backends.cpp import CHUNK_ROWS
+from rlplus.loss.backends.sampled import MOST
 from rlplus.loss.backends.selection import choose
-from rlplus.loss.cost import Shape, faster_memory, whole_tiles
+from rlplus.loss.backward_pass import THRESHOLD
 from rlplus.loss.library import implementation
 from rlplus.plan.cluster import GIB, NODE, Cluster
 from rlplus.plan.planned_model import Model, packed_shape
@@ -26,6 +28,7 @@ SUB_GROUP = 1_000_000_000  # DeepSpeed's sub_group_size: parameters that ZeRO-3 
 
 TOPK_PAIR = 16  # bytes of one of a teacher's likeliest tokens: number and logprob, and the number in int64
 KEPT_PAIR = 80  # bytes of a token and one of its kept tokens in the head: numbers, logits, slopes, sorted copies
+DRAWN = 11  # tokens of a row in a sampled backward pass at the default threshold: 8 to 10.6 measured (decision 170)
 MOMENTS = ("generate", "head", "backward", "optimizer")
 """While the engine generates; in the head, where the forward pass ends; at most in the backward pass; in the update."""
 
@@ -220,11 +223,11 @@ def head_memory(config: Config, model: Model, cluster: Cluster) -> int:
     """Bytes of the fused head at its end, for N tokens, hidden size H, vocabulary V and weights of b bytes.
 
     b N H for its input's gradient; (V, H) in b bytes for its weight's gradient and, in half precision, 4 V H for its
-    accumulator; and the scratch of `head_scratch`. A frozen weight (LoRA) has no gradient. With memory="least" there is
-    no such accumulator, but one of 4 N H for the input's gradient unless it can borrow the weight's. If gradients of
-    half-precision weights are in fp32, the weight's is 4 V H without another accumulator, and in stage 1 it is
-    added to the gradients, which `model_states` counts. A value head needs 4 N H for the gradient of its input and, in
-    half precision, 4 N H for a copy of the input in fp32. The policy's takes KEPT_PAIR for each of rollout.top_k
+    accumulator; and the scratch of `head_scratch`. A frozen weight (LoRA) has no gradient. If gradients of
+    half-precision weights are in fp32, the weight's is 4 V H without another accumulator, and in stage 1 it is added to
+    the gradients, which `model_states` counts. A sampled backward pass has KEPT_PAIR for each token that is drawn, an
+    accumulator of these tokens' rows of the weight alone, and one of 4 N H for the input's gradient. A value head needs
+    4 N H for the gradient of its input and, in half precision, 4 N H for a copy of the input in fp32. The policy's takes KEPT_PAIR for each of rollout.top_k
     tokens, the most that a sampler keeps for each token. A head in shards needs hidden states of all R ranks and their
     gradients, 2 b R N H; the gradient of its rows is there in the whole pass. With a divergence from a teacher the
     hidden states of its tokens are beside it, or TOPK_PAIR for each of its likeliest tokens if only they are known, and
@@ -241,16 +244,11 @@ def head_memory(config: Config, model: Model, cluster: Cluster) -> int:
     weight = 0 if config.model.lora else b * V * H
     if fp32:
         weight = 0 if config.train.zero_stage == 1 else 2 * weight
-    least = head_mode(config, model, cluster) == "least"
-    if b == 4:
-        accumulator = 0
-    elif fp32:
-        accumulator = 4 * N * H if least else 0
-    elif not least:
-        accumulator = 0 if config.model.lora else 4 * V * H
-    else:
-        accumulator = 0 if weight >= 4 * N * H else 4 * N * H
-    beside = KEPT_PAIR * N * config.rollout.top_k if model.head is None else 0
+    drawn = N * _drawn(config) if config.train.backward == "sampled" and model.head is None else 0
+    rows = min(drawn, V) if drawn else V if b < 4 else 0  # of the weight's accumulator
+    accumulator = 0 if fp32 or config.model.lora else 4 * rows * H
+    accumulator += 4 * N * H if drawn else 0
+    beside = KEPT_PAIR * (N * config.rollout.top_k + drawn) if model.head is None else 0
     if topk := config.algorithm.resolve().recipe.topk:
         beside += TOPK_PAIR * N * topk
     elif states := config.algorithm.resolve().recipe.stored_teacher:
@@ -266,15 +264,9 @@ def head_tokens(config: Config) -> int:
     return rows * length // config.train.sequence_parallel
 
 
-def head_mode(config: Config, model: Model, cluster: Cluster) -> str:
-    """The head's memory mode in the largest micro-batch: train.memory, or the choice that None makes."""
-    train = config.train
-    only = cluster.cpu or train.backend == "reference" or model.in_shards(config)
-    only = only or bool(config.algorithm.resolve().recipe.own_loss)
-    if train.memory or train.max_scratch_mb is None or only:
-        return train.memory or "fast"
-    shape = Shape(head_tokens(config), model.hidden, model.vocabulary, model.itemsize)
-    return faster_memory(shape, 1e6 * train.max_scratch_mb)
+def _drawn(config: Config) -> int:
+    """Tokens of a row that a sampled backward pass draws: their number grows with the root of 1 / threshold, about."""
+    return min(MOST, ceil(DRAWN * sqrt(THRESHOLD / (config.train.backward_threshold or THRESHOLD))))
 
 
 def head_scratch(config: Config, model: Model, cluster: Cluster) -> int:
@@ -283,7 +275,7 @@ def head_scratch(config: Config, model: Model, cluster: Cluster) -> int:
     Each backend has its bytes per logit, as for a head without a softcap. `reference` keeps all rows at once. A
     divergence takes three times that, of the logits of two heads and what is between (`chunked`); less with `triton`.
     """
-    tokens, vocabulary, mode = head_tokens(config), model.vocabulary, head_mode(config, model, cluster)
+    tokens, vocabulary = head_tokens(config), model.vocabulary
     if model.in_shards(config):
         tokens, vocabulary = tokens * cluster.gpus, vocabulary // cluster.gpus
     dtype, device = getattr(torch, config.model.dtype), "cpu" if cluster.cpu else "cuda"
@@ -294,9 +286,7 @@ def head_scratch(config: Config, model: Model, cluster: Cluster) -> int:
         logit *= 3
     if backend == "reference":
         return logit * vocabulary * tokens
-    scratch = int(1e6 * (config.train.max_scratch_mb or MAX_SCRATCH_MB[mode]))
-    if mode == "least":  # all rows, some columns
-        return logit * tokens * min(vocabulary, whole_tiles(scratch / (logit * tokens)))
+    scratch = int(1e6 * (config.train.max_scratch_mb or MAX_SCRATCH_MB))
     row = vocabulary * logit
     limit = scratch // row * row
     if backend == "cpp":

@@ -16,6 +16,7 @@ from rlplus.rollout import DEFAULT_CACHE_MB
 
 Changes = Mapping[str, Any]
 SHOWN = 4  # remedies
+SCRATCH_MB = (640, 320, 160)  # of train.max_scratch_mb; with less, GEMMs would read the weight for few rows each time
 LEAST_CACHE_MB = 256  # the smallest rollout.kv_cache_memory_mb that is tried
 SHARE = "rollout.gpu_memory_utilization"
 
@@ -79,10 +80,8 @@ def all_switches(config: Config, model: Model, cluster: Cluster) -> Iterator[lis
     if tokens > least:
         yield [{"train.tokens_per_micro_batch": t} for t in (*halves, least)]
     chunked = train.backend != "reference"
-    if chunked and train.memory != "least" and not train.shard_head:
-        yield [{"train.memory": "least"}]
-    now = train.max_scratch_mb or MAX_SCRATCH_MB[train.memory or "fast"]
-    if chunked and (scratch := [mb for mb in (640, 320, 160) if mb < now]):
+    now = train.max_scratch_mb or MAX_SCRATCH_MB
+    if chunked and (scratch := [mb for mb in SCRATCH_MB if mb < now]):
         yield [{"train.max_scratch_mb": mb} for mb in scratch]
     shared = gcd(cluster.gpus, model.heads, model.key_heads)
     if ranks := [s for s in (2, 4, 8) if s > train.sequence_parallel and shared % s == 0]:

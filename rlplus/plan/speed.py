@@ -4,7 +4,7 @@ from rlplus.config import Config
 from rlplus.learner.deepspeed_settings import deepspeed_config
 from rlplus.learner.statistics import needs_statistics
 from rlplus.plan.cluster import NODE, Cluster
-from rlplus.plan.memory import ADAM_BYTES, Memory, head_mode, head_tokens, sequence_bytes
+from rlplus.plan.memory import ADAM_BYTES, Memory, head_tokens, sequence_bytes
 from rlplus.plan.planned_model import Model
 
 GEMM_EFFICIENCY = 0.45  # share of the bf16 peak: training of dense models reaches 0.4 to 0.5 on A100. Assumed
@@ -12,6 +12,7 @@ MEMORY_EFFICIENCY = 0.6  # share of the memory's bandwidth, in decoding and in t
 LINK_EFFICIENCY = 0.7  # share of the bandwidth between GPUs, one direction. Assumed
 NETWORK = 50e9  # bytes per second of each GPU between nodes, 400 Gbit/s. Assumed
 PCIE = 20e9  # bytes per second to the host. Assumed
+SAMPLED = 0.45  # share of the head's three GEMMs that a sampled backward pass leaves, on a CPU (decision 170)
 LAUNCHES_S = 1.2e-3  # transformers' time for a layer and a token: 7.4 s for 256 tokens of 24 layers on an H200
 MAX_SEQUENCES = 256  # that vLLM runs at a time: its default
 
@@ -36,7 +37,8 @@ def estimate_seconds(config: Config, model: Model, memory: Memory, cluster: Clus
     in that respect. cluster: the ranks and their GPUs.
 
     FLOP of T tokens, body of B parameters: 2 B T forward; attention 2 layers width length T (half of the square, as
-    causal), the head 2 N H V (one GEMM). Backward: twice that, in the head with memory="least" three times.
+    causal), the head 2 N H V (one GEMM). Backward: twice that; with a sampled backward pass the head takes SAMPLED of both, with
+    a divergence from a teacher one GEMM more.
     Checkpointing: the body's forward once more. Kaplan et al., 2020, section 2.1. Decoding is bound by memory: every
     step reads the weights, and the keys and values of all running sequences; it reads weights of 4 bits to write them
     dequantized, and reads those.
@@ -73,8 +75,9 @@ def estimate_seconds(config: Config, model: Model, memory: Memory, cluster: Clus
         seconds["statistics"] = statistics * (forward + head) / flops
         passes += statistics
     again = 1 if config.model.gradient_checkpointing else 0
-    gemms = 4 if head_mode(config, model, cluster) == "least" or algorithm.recipe.own_loss else 3
-    seconds["forward and backward"] = ((3 + again) * forward + gemms * head) / flops
+    gemms = 4 if algorithm.recipe.own_loss else 3
+    of_head = gemms * head * (SAMPLED if train.backward == "sampled" else 1)
+    seconds["forward and backward"] = ((3 + again) * forward + of_head) / flops
     recipe, more = algorithm.recipe, groups * (rollouts + demonstrations) * (config.max_training_prompt - prompt)
     if teacher is not None:
         seconds["teacher"] = _teacher_flop(config, teacher, groups * rollouts, groups * demonstrations) / flops

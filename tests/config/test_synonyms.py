@@ -88,6 +88,8 @@ def test_paths_count_from_their_end_and_flags_lose_their_dashes() -> None:
     assert synonym("n-samples-per-prompt") == "OpenRLHF's n_samples_per_prompt is rollout.group_size here"
     assert synonym("kl_coef") == "here it is algorithm.objective.kl_coef"
     assert synonym("rollout.push_folder") == "here it is rollout.transfer", "0.3.0 had it"
+    assert synonym("train.memory") == "here it is train.max_scratch_mb", "0.3.0 had it"
+    assert synonym("reward.memory") is None
     assert synonym("anything") is None
 
 

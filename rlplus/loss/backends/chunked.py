@@ -32,7 +32,6 @@ from rlplus.loss.head import (
     raw_logits,
     scaled,
 )
-from rlplus.loss.head import add_dhidden as add_dhidden  # rlplus.loss.backends.least uses it, and the block_ functions
 
 
 def policy_loss(
@@ -70,11 +69,19 @@ def policy_loss(
     return loss, logprob, entropy, stats, _unscaled(grads, scale).finish(head, weight_grad)
 
 
-def logprob(head: Head, scratch_bytes: float) -> tuple[Tensor, Tensor]:
-    """-> logprob (N,), entropy (N,)."""
+def new_stored(head: Head, count: int) -> tuple[Tensor, Tensor]:
+    """Memory for what `logprob_backward` needs of so many rows: logits before the softcap (count, V), and nothing."""
+    return tuple(head.hidden.new_empty(count, width, dtype=head.dtype) for width in (len(head.weight), 0))  # type: ignore[return-value]
+
+
+def logprob(head: Head, scratch_bytes: float, stored: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, Tensor]:
+    """-> logprob (N,), entropy (N,). stored: of all rows, which are written there; None: they are not kept."""
     logprob, entropy = (head.hidden.new_empty(len(head.target), dtype=head.dtype) for _ in range(2))
     for rows in _chunks(head, scratch_bytes):
-        _, _, logprob[rows], entropy[rows], _ = _statistics(head, rows, gradient=False)
+        x = None
+        if stored is not None:
+            x = stored[0][rows] = scaled(raw_logits(head.rows(rows)), head.rows(rows))
+        _, _, logprob[rows], entropy[rows], _ = _statistics(head, rows, False, x)
     return logprob, entropy
 
 
@@ -85,11 +92,16 @@ def logprob_backward(
     scratch_bytes: float,
     needs: list[bool],
     weight_grad: Tensor | None,
+    stored: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of sum(dlogprob * logprob + dentropy * entropy), as in `policy_loss`; recomputes the logits."""
+    """Gradients of sum(dlogprob * logprob + dentropy * entropy), as in `policy_loss`.
+
+    stored: as `logprob` wrote it, of all rows; it is read. None: the logits are computed again.
+    """
     grads, scale = Gradients.zeros(head, needs, weight_grad), _fp16_scale(head, [dlogprob, dentropy])
     for rows in _chunks(head, scratch_bytes):
-        logp, p, _, entropy, slope = _statistics(head, rows, gradient=True)
+        x = None if stored is None else stored[0][rows].clone()
+        logp, p, _, entropy, slope = _statistics(head, rows, True, x)
         _backward(head, rows, (logp, p, slope), dlogprob[rows], dentropy[rows], entropy, scale, grads)
         del logp, p, slope
     return _unscaled(grads, scale).finish(head, weight_grad)
@@ -171,27 +183,33 @@ def _slices(N: int, rows: float) -> Iterator[slice]:
     return (slice(start, min(start + size, N)) for start in range(0, N, size))
 
 
-def _statistics(head: Head, rows: slice, gradient: bool) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
+def _statistics(
+    head: Head, rows: slice, gradient: bool, x: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
     """log p (n, V), memory for p (n, V), logprob (n,), entropy (n,), slope (n, V) of the softcap.
 
-    logprob is NaN where the target is no token; slope is None without a softcap or a gradient.
+    logprob is NaN where the target is no token; slope is None without a softcap or a gradient. x: logits before the
+    softcap, which are overwritten; None: they are computed.
     """
     head = head.rows(rows)
-    logp, p, entropy, slope = _log_probabilities(head, gradient)
+    logp, p, entropy, slope = _log_probabilities(head, gradient, x)
     known = (head.target >= 0) & (head.target < logp.shape[1])
     logprob = logp.gather(1, head.target.where(known, 0)[:, None]).squeeze(1)
     return logp, p, logprob.masked_fill(~known, torch.nan), entropy, slope
 
 
-def _log_probabilities(head: Head, gradient: bool) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+def _log_probabilities(
+    head: Head, gradient: bool, x: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """log p (n, V), memory for p (n, V), entropy (n,), slope (n, V) as in `_statistics`."""
-    z, slope = _logits(head, gradient)
+    z, slope = _logits(head, gradient, x)
     return *_log_softmax(z), slope
 
 
-def _logits(head: Head, gradient: bool) -> tuple[Tensor, Tensor | None]:
+def _logits(head: Head, gradient: bool, x: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
     """z (n, V), and the slope (n, V) of the softcap."""
-    x = scaled(raw_logits(head), head)
+    if x is None:
+        x = scaled(raw_logits(head), head)
     slope = cap_slope(x, head) if gradient else None
     return capped(x, head), slope
 
@@ -351,7 +369,7 @@ def _draw(head: Head, on: Tensor) -> Drawn:
     return Drawn(logprob, entropy, row, token, w, logp[row, token], of_cap, of_own, variance, square, flat)
 
 
-# ---- a block of the vocabulary, for rlplus.loss.backends.least
+# ---- the rows of a split head, for rlplus.loss.backends.sharded
 
 OVERWRITES = True
 

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from itertools import accumulate
 from math import isnan
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 from zlib import crc32
 
 import torch
@@ -24,7 +24,6 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import _resolve_process_group  # type: ignore[attr-defined]
 
 from rlplus.loss import MISMATCH_STATS, STATS, Objective, TokenConstants, token_loss
-from rlplus.loss.backends.least import Blocks
 from rlplus.loss.head import (
     Gradients,
     Head,
@@ -40,6 +39,31 @@ FIRST = ("failed", "rows", "chunk", "tokens", "call")  # the first numbers that 
 PER_TOKEN = 5 + len(TokenConstants._fields)  # per token, its checksum and the norm by which differences are judged
 SAME_BITS = ("targets", "tokens that count")
 EXACT, ROUNDED = 1e-12, 0.01  # shares of the norm by which checksums may differ; unrelated ones are as near once in 180
+
+
+class Blocks(Protocol):
+    """A backend's functions for a rank's rows of a head: a head with their weight and bias.
+
+    Targets are relative to the first of them; those outside are none of its tokens. OVERWRITES: whether
+    `running_statistics` overwrites the logits that it takes.
+    """
+
+    OVERWRITES: bool
+
+    def block_logits(self, head: Head) -> Tensor:
+        """hidden weight^T (n, B), accumulated in fp32 (fp64)."""
+
+    def running_statistics(self, head: Head) -> RunningStatistics:
+        """Running statistics that have taken nothing yet; or an object with the same methods."""
+
+    def known_rows(self, head: Head, rows: Statistics, dlogprob: Tensor, dentropy: Tensor | None) -> Any:
+        """The arguments of `block_gradient` about the rows."""
+
+    def block_gradient(self, head: Head, z: Tensor, known: Any) -> Tensor:
+        """The logits' gradient (n, B), 0 where dlogprob and dentropy are 0; may overwrite z of `block_logits`."""
+
+    def scratch_per_logit(self, dtype: torch.dtype, device: str, capped: bool = False) -> int:
+        """Bytes, for a head with these `Head.logits`; also asked by `rlplus plan`."""
 
 
 class Shards(NamedTuple):
@@ -154,7 +178,7 @@ def policy_loss(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, tuple[Tensor, Tensor, Tensor]]:
     """-> loss (0-d), logprob (N,), entropy (N,), stats (S,), gradients of hidden, weight and bias where needed.
 
-    weight_grad: as in `least.policy_loss`, of this rank's rows.
+    With `weight_grad`, fp32 (fp64) of this rank's rows, the gradient of weight is added there.
     """
     logprob, entropy = (head.hidden.new_empty(len(head.target), dtype=head.dtype) for _ in range(2))
     loss = head.hidden.new_zeros((), dtype=head.dtype)

@@ -46,7 +46,6 @@ from rlplus.loss.head import (
     logits_into,
     raw_logits,
 )
-from rlplus.loss.head import add_dhidden as add_dhidden  # rlplus.loss.backends.least uses it, and the block_ functions
 from rlplus.loss.tokens import may_have_gradient
 
 LOGPROB, ENTROPY, REFERENCE = names.LOGPROB.value, names.ENTROPY.value, names.REFERENCE.value
@@ -118,7 +117,7 @@ def logprob_backward(
         return grads.finish()
 
 
-# ---- a block of the vocabulary, for rlplus.loss.backends.least
+# ---- the rows of a split head, for rlplus.loss.backends.sharded
 
 OVERWRITES = False
 
