@@ -142,7 +142,6 @@ for backend, only in {"reference": None, "torch": None, "cpp": "cpu", "triton": 
     ours(backend, only, backend=backend)
     ours_forward(backend, only, backend=backend)
     if backend != "reference":
-        ours(f"{backend} least", only, note=", memory='least'", backend=backend, memory="least")
         ours(f"{backend} into", only, "other", ", dW added to an fp32 buffer", into=True, backend=backend)
         ours(f"{backend} entropy", only, "other", " with an entropy bonus", backend=backend, objective=BONUS)
         kept(backend, only)

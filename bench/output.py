@@ -244,8 +244,8 @@ def main_table(result: Result) -> str:
     foot = (
         f"MB: peak beyond inputs, dhidden and dW; an fp32 accumulator of dW alone would be {accumulator:.0f}. "
         "Errors are those against fp64: the greatest of a logprob; dW's relative to its norm. `cpp` with `into` adds "
-        "dW to a given fp32 buffer, `entropy` has an entropy bonus, `least` takes "
-        "the least memory; `none` is a cross-entropy without reduction, under the RL-PLUS loss."
+        "dW to a given fp32 buffer, `entropy` has an entropy bonus; "
+        "`none` is a cross-entropy without reduction, under the RL-PLUS loss."
     )
     return f"{head}\n\n{lines(header, rows)}\n\n{foot}\n"
 

@@ -32,7 +32,7 @@ def cpu() -> list[Case]:
     bars: Sizes = {"N": 1024, "H": 896, "V": 32_000, "repeats": 5}
     base: Sizes = {"N": 512, "H": 448, "V": 16_000}
     main: Sizes = base | {"repeats": 5}
-    ours = ("cpp", "cpp least", "cpp into", "cpp entropy", "cpp kept", "torch", "triton", "reference")
+    ours = ("cpp", "cpp into", "cpp entropy", "cpp kept", "torch", "triton", "reference")
     cases = [
         Case("bars", **bars, dtype=dtype, methods=("cpp",), sparse=("cpp",), shares=(1.0, 0.25), external=0.5,
              scattered=True, seconds=seconds, accuracy=False)
@@ -64,7 +64,7 @@ QWEN: Sizes = {"N": 16_384, "H": 3584, "V": 151_936}  # Qwen2.5-7B
 
 def gpu() -> list[Case]:
     """The suite `gpu`: at most five minutes on one H200."""
-    options = ("320 MB", "160 MB", "least", "into", "entropy", "kept")
+    options = ("320 MB", "160 MB", "into", "entropy", "kept")
     ours = ("triton", *(f"triton {option}" for option in options), "torch", "reference", "cpp")
     few = ("triton", "torch", "naive torch", "Liger GRPO tuned", "CCE")
     cases = [
@@ -102,7 +102,7 @@ def tiny(cases: list[Case]) -> list[Case]:
 def quick() -> list[Case]:
     """The suite `quick`: at most a minute on a CPU."""
     sizes: Sizes = {"N": 128, "H": 128, "V": 4000}
-    methods = ("cpp", "cpp least", "torch", "triton", "reference", *PEERS[:-4])
+    methods = ("cpp", "torch", "triton", "reference", *PEERS[:-4])
     cases = [
         Case("main", **sizes, dtype=dtype, methods=methods, sparse=("cpp", "torch"), shares=(1.0, 0.5), repeats=5,
              seconds=8, memory=False)

@@ -37,11 +37,10 @@ def estimate_seconds(config: Config, model: Model, memory: Memory, cluster: Clus
     in that respect. cluster: the ranks and their GPUs.
 
     FLOP of T tokens, body of B parameters: 2 B T forward; attention 2 layers width length T (half of the square, as
-    causal), the head 2 N H V (one GEMM). Backward: twice that; with a sampled backward pass the head takes SAMPLED of both, with
-    a divergence from a teacher one GEMM more.
-    Checkpointing: the body's forward once more. Kaplan et al., 2020, section 2.1. Decoding is bound by memory: every
-    step reads the weights, and the keys and values of all running sequences; it reads weights of 4 bits to write them
-    dequantized, and reads those.
+    causal), the head 2 N H V (one GEMM). Backward: twice that, in the head three times with a divergence from a
+    teacher; where the backward pass is sampled, the head takes SAMPLED of both. Checkpointing: the body's forward once
+    more. Kaplan et al., 2020, section 2.1. Decoding is bound by memory: every step reads the weights, and the keys and
+    values of all running sequences; it reads weights of 4 bits to write them dequantized, and reads those.
     """
     gpu, ranks = cluster.gpu, cluster.gpus
     if gpu.flops is None or gpu.bandwidth is None or gpu.link is None:
