@@ -103,38 +103,3 @@ def test_the_backend_chooses_the_rows_that_cost_least(machine: cost.Machine) -> 
 def test_the_tables_have_a_line_for_each_case_and_part() -> None:
     assert model.table().count("\n") == 1 + 2 * (len(model.SCRATCH_MB) + len(model.SHARES) + 1)
     assert model.parts().count("\n") == 1 + 9
-
-
-# ---- memory=None
-
-
-def test_two_passes_are_the_faster_way_with_little_scratch_alone() -> None:
-    """The crossing that the docstring of linear_policy_loss names; one chunk of few tokens needs no second pass."""
-    ways = {mb: cost.faster_memory(model.SHAPE, mb * 1e6) for mb in range(20, 1300, 10)}
-    assert {mb for mb, way in ways.items() if way == "least"} == set(range(20, 140, 10))
-    for shape in (cost.Shape(0, 8, 8), cost.Shape(5, 8, 8), cost.Shape(100, 896, 151_936)):
-        assert cost.faster_memory(shape, 80e6) == "fast"
-
-
-def test_the_faster_way_is_that_of_the_smaller_sum() -> None:
-    machine = cost.A100._replace(processors=0)
-    row = 2 * V + 10 * H
-    for mb, columns in ((100, 896), (250, 2432)):  # 10^6 mb / 6 N, whole tiles
-        rows = cost.rows_of_chunk(cost.A100, model.SHAPE, row, mb * 1e6, cost.OWN)
-        one = sum(cost.one_pass(machine, model.SHAPE, rows, exposed=0.0).values())
-        two = sum(cost.two_passes(machine, model.SHAPE, columns, exposed=0.0).values())
-        assert cost.faster_memory(model.SHAPE, mb * 1e6) == ("least" if two < one else "fast")
-    assert two > one
-
-
-def test_two_passes_by_hand() -> None:
-    """Blocks of 2432 of 151,936 columns are 62 and a rest of 1152; the lent part of 0.216 is done twice."""
-    machine = cost.H200._replace(processors=0)
-    got = cost.two_passes(machine, model.SHAPE, 2432, exposed=0.0)
-    lent = N * 2 / V
-    assert got["dhidden"] == pytest.approx(17.84344 / 750, rel=1e-5)  # all products hide their traffic
-    assert got["dweight"] == pytest.approx(17.84344 / 750, rel=1e-5)
-    assert got["logits"] == pytest.approx((2 + lent) * 17.84344 / 750, rel=1e-5)
-    assert got["statistics"] == pytest.approx(4 * N * V / 4.2e12)
-    assert got["gradient"] == pytest.approx((1 + lent) * 6 * N * V / 4.2e12)
-    assert got["launches"] == pytest.approx(2e-6 * (63 * 10 + 60))

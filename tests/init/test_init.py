@@ -14,6 +14,7 @@ from rlplus.init.fitting import FULL, FULL_AT, LORA, TOKENS, find_fitting
 from rlplus.learner.pretrained import make_scratch_model, write_model
 from rlplus.plan import GIB, make_cluster, make_plan
 from rlplus.plan.data_report import plan_data
+from rlplus.plan.search import SCRATCH_MB
 from rlplus.reward import Scorer
 
 SEVEN = "Qwen/Qwen2.5-Math-7B"  # its architecture comes with rlplus
@@ -226,7 +227,7 @@ def test_nothing_milder_fits(gpus: int, gpu: str, tmp_path: Path) -> None:
     values, train = begun.config.model_dump(mode="json"), begun.config.train
     assert fits(values, gpus, gpu)
     assert (begun.config.model.lora is None) == (gpus == 8)
-    least = {"tokens_per_micro_batch": begun.config.max_sample_length, "memory": "least"}
+    least = {"tokens_per_micro_batch": begun.config.max_sample_length, "max_scratch_mb": SCRATCH_MB[-1]}
     lowest = merged(values, {"rollout": {"gpu_memory_utilization": 0.55}})  # enough for the engine's weights
     for stage in range(1, train.zero_stage):
         assert not fits(lowest, gpus, gpu, zero_stage=stage, **least)
@@ -268,7 +269,7 @@ def test_an_engine_that_is_too_large_for_one_gpu_has_several(tmp_path: Path) -> 
     "fixed",
     [
         {"model": {"lora": {"rank": 4, "quantization": "nf4"}}},  # no ZeRO-3, which the last tuning has
-        {"train": {"zero_stage": 3, "shard_head": True}},  # no memory="least"
+        {"train": {"zero_stage": 3, "shard_head": True}},  # no ZeRO below 3
     ],
     ids=["nf4", "shard_head"],
 )

@@ -42,7 +42,7 @@ def test_the_kernels_pass_in_the_interpreter(dtype: torch.dtype, monkeypatch: py
     for name, small in {"STATISTICS": Block(16, 4), "GRADIENT": Block(16, 8), "PROGRAMS": 28}.items():
         monkeypatch.setattr(tiling, name, small)
     few, many = SMALL[1], SMALL[2]._replace(N=30)
-    others = SMALL[3:] if dtype == torch.float32 else SMALL[3:4]
+    others = SMALL[3:] if dtype == torch.float32 else []
     assert selfcheck.check(CPU, dtype, [SMALL[0], few, many, *others], H) == ""
 
 
@@ -73,7 +73,7 @@ def test_the_sample_has_every_kind_of_row(case: selfcheck.Case) -> None:
 @pytest.mark.parametrize("machine", [cost.A100, cost.H200], ids=["A100", "H200"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 def test_its_sizes_take_every_way(dtype: torch.dtype, machine: cost.Machine) -> None:
-    """Chunks, and programs for a row's statistics, of the two passes but the first."""
+    """Chunks, and programs for a row's statistics."""
     found = []
     for case in selfcheck.CASES[:3]:
         inputs = selfcheck.sample(case, 136, dtype)
@@ -137,14 +137,7 @@ def test_every_mistake_is_refused_by_name(
     change, reason = MISTAKES[mistake] if mistake else (lambda values: None, "$")
     monkeypatch.setattr(backend, "policy_loss", planted(change))
     found = selfcheck.check(CPU, dtype, SMALL[:1], H)
-    assert re.match(rf"Case\(memory='fast', .*\): {reason}" if mistake else reason, found), found
-
-
-def test_mistakes_in_the_mode_of_least_memory_are_refused_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    block_gradient = backend.block_gradient
-    monkeypatch.setattr(backend, "block_gradient", lambda *arguments: 1.01 * block_gradient(*arguments))
-    found = selfcheck.check(CPU, torch.float32, SMALL[3:], H)
-    assert re.match(r"Case\(memory='least', .*\): the error of dhidden is", found), found
+    assert re.match(rf"Case\(N=14, .*\): {reason}" if mistake else reason, found), found
 
 
 # ---- the child's side

@@ -1,7 +1,6 @@
 """A temperature per token: every backend agrees with float64, and with a number where all are equal."""
 
 import math
-from itertools import product
 from typing import Any
 
 import pytest
@@ -24,14 +23,6 @@ from rlplus.loss.head import Head as OpHead
 N, V = 15, 41
 FEW_ROWS = 6 * V * 12e-6  # MB
 BACKENDS = ["torch", CPP, "triton"]
-WAYS = pytest.mark.parametrize(
-    ("backend", "memory"),
-    [
-        ("reference", "fast"),
-        *product(("torch", "triton"), ("fast", "least")),
-        *(pytest.param("cpp", memory, marks=CPP.marks) for memory in ("fast", "least")),
-    ],
-)
 CAPPED = {"logit_scale": 3.0, "logit_softcap": 4.0}
 TRANSFORMS = pytest.mark.parametrize("transform", [{}, CAPPED], ids=["plain", "scale and softcap"])
 
@@ -58,10 +49,8 @@ def fused(backend: str, head: Head, constants: dict[str, Any], temperature: Any,
         ("reference", {}),
         ("torch", {}),
         ("torch", {"max_scratch_mb": 4 * 16 * V * 1e-6}),
-        ("torch", {"memory": "least"}),
-        ("torch", {"memory": "least", "max_scratch_mb": N * 24 * 7e-6}),
     ],
-    ids=["reference", "torch", "torch, chunks", "least", "least, blocks"],
+    ids=["reference", "torch", "torch, chunks"],
 )
 def test_matches_the_closed_form_in_fp64(backend: str, options: dict[str, Any], transform: dict[str, float]) -> None:
     head, constants = sample(N, V)
@@ -70,15 +59,13 @@ def test_matches_the_closed_form_in_fp64(backend: str, options: dict[str, Any], 
 
 
 @pytest.mark.parametrize(
-    ("dtype", "memory", "backend"),
-    pairs([torch.float32, torch.bfloat16, torch.float16], ["fast", "least"], BACKENDS),
-    ids=str,
+    ("dtype", "backend"), pairs([torch.float32, torch.bfloat16, torch.float16], BACKENDS), ids=str
 )
-def test_low_precision_inputs_keep_the_errors_of_fp32(backend: str, memory: str, dtype: torch.dtype) -> None:
+def test_low_precision_inputs_keep_the_errors_of_fp32(backend: str, dtype: torch.dtype) -> None:
     head, constants = sample(N, V, dtype=dtype)
     transform = {} if dtype == torch.float32 else CAPPED
     T = temperatures(dtype=torch.float32)
-    got = fused(backend, head, constants, T, memory=memory, max_scratch_mb=FEW_ROWS, **transform)
+    got = fused(backend, head, constants, T, max_scratch_mb=FEW_ROWS, **transform)
     rounds = (backend == "cpp" and dtype == torch.bfloat16) or DEVICE.get(backend) == "cuda"
     check_precision(got, head, constants, EVERYTHING, T.double(), dtype if rounds else torch.float32, **transform)
 
@@ -100,24 +87,22 @@ def test_in_our_own_gemm(transform: dict[str, float], bias: bool, monkeypatch: p
         torch.testing.assert_close(a.cpu().double(), b, rtol=1e-5, atol=1e-5)
 
 
-@WAYS
-def test_equal_ones_are_a_number(backend: str, memory: str) -> None:
+@EVERY
+def test_equal_ones_are_a_number(backend: str) -> None:
     """To the bit: the reciprocal and the softcap divided are exact."""
     head, constants = sample(N, V, dtype=torch.float32)
-    options = CAPPED | {"memory": memory}
-    got, want = (fused(backend, head, constants, T, **options) for T in (torch.full((N,), 0.5), 0.5))
+    got, want = (fused(backend, head, constants, T, **CAPPED) for T in (torch.full((N,), 0.5), 0.5))
     torch.testing.assert_close(tensors(got), tensors(want), rtol=0, atol=0)
 
 
-@WAYS
-def test_rows_of_weight_0_may_hold_anything(backend: str, memory: str) -> None:
+@EVERY
+def test_rows_of_weight_0_may_hold_anything(backend: str) -> None:
     head, constants = sample(N, V, dtype=torch.float32)
     for name in ("token_weight", "entropy_weight"):
         constants[name][5:9] = 0.0
     T = temperatures()
     T[5:9] = torch.tensor([math.nan, math.inf, 0.0, -2.0])
-    options = {"max_scratch_mb": FEW_ROWS, "memory": memory}
-    got, want = (fused(backend, head, constants, t, **options) for t in (T, temperatures()))
+    got, want = (fused(backend, head, constants, t, max_scratch_mb=FEW_ROWS) for t in (T, temperatures()))
     for name in ("loss", "dhidden", "dweight", "dbias"):
         assert torch.equal(got[name], want[name]), name
     assert {k: v.item() for k, v in got["stats"].items()} == {k: v.item() for k, v in want["stats"].items()}

@@ -13,7 +13,8 @@ from trainer_runs import run_config, write_task
 from rlplus.cli import main
 from rlplus.config import load_config, load_stages, with_first_model
 from rlplus.loss.library import implementation
-from rlplus.plan import GIB, GPUS, MOMENTS, Cluster, make_cluster, read_model, this_cluster
+from rlplus.plan import GIB, GPUS, MOMENTS, Cluster, make_cluster, read_model, show_bytes, this_cluster
+from rlplus.plan.advice import advise
 from rlplus.plan.cluster import Gpu
 from rlplus.plan.memory import estimate_memory, head_scratch, head_tokens
 from rlplus.plan.plan_text import show
@@ -264,20 +265,6 @@ def test_a_run_says_what_it_will_take(tmp_path, capsys):
     assert "memory planned for 1 x cpu: " in capsys.readouterr().err
 
 
-def test_memory_that_is_not_chosen_is_the_faster_way():
-    """The choice of linear_policy_loss: least with very little scratch, else fast."""
-    cluster = make_cluster(8, "a100-80g")
-
-    def head(*overrides):
-        plan = make_plan(paper(*overrides), cluster)
-        return plan.memory.parts["head"]["head"], plan.seconds["forward and backward"]
-
-    for mb, way in ((30, "least"), (640, "fast")):
-        scratch = f"train.max_scratch_mb={mb}"
-        assert head(scratch) == head(scratch, f"train.memory={way}")
-    assert head() == head("train.memory=fast")
-
-
 def test_a_backend_says_what_a_logit_takes(monkeypatch):
     """1250 MB hold 1,000 rows of that many bytes a logit, and no part of another."""
     for name in ("reference", "torch"):
@@ -294,14 +281,39 @@ def test_a_backend_says_what_a_logit_takes(monkeypatch):
 IN_BF16 = "train.deepspeed={data_types: {grad_accum_dtype: bf16}, communication_data_type: bf16}"
 
 
-def test_least_memory_saves_scratch_of_the_head():
-    """1170 MB less, but the input's gradient is a sum in fp32. In bf16 also 4 V H bytes, the weight's gradient's."""
-    cluster = make_cluster(8, "a100-80g")
-    for options, own in (((), -4 * 32_768 * 3584), ((IN_BF16,), 4 * 152_064 * 3584)):
-        fast, least = (make_plan(paper(f"train.memory={memory}", *options), cluster) for memory in ("fast", "least"))
-        saved = fast.memory.parts["head"]["head"] - least.memory.parts["head"]["head"]
-        assert saved == pytest.approx(own + 1170e6, rel=0.1)
-        assert fast.seconds["forward and backward"] < least.seconds["forward and backward"]
+def test_a_sampled_backward_pass_has_no_accumulator_of_the_whole_weight():
+    """12 tokens of each of 32,768 rows, 26,837 different ones; a quarter of the threshold leaves twice as many.
+
+    The input's gradient is a sum in fp32. If weights' gradients are in fp32, too, that of the head is no accumulator.
+    """
+    cluster, N, V, H = make_cluster(8, "a100-80g"), 32_768, 152_064, 3584
+
+    def planned(*overrides):
+        plan = make_plan(paper(*overrides), cluster)
+        return plan.memory.parts["head"]["head"], plan.seconds["forward and backward"]
+
+    finer = f"train.backward_threshold={2.0**-14}"
+    for options, own in (((), 0), ((IN_BF16,), 4 * H * (26_837 - V))):
+        (exact, slow), (sampled, fast) = (planned(f"train.backward={name}", *options) for name in ("exact", "sampled"))
+        assert sampled - exact == pytest.approx(4 * N * H + 80 * 12 * N + own, rel=1e-3)
+        assert slow > fast
+    assert planned("train.backward=sampled", finer)[0] - planned("train.backward=sampled")[0] == 80 * 12 * N
+
+
+def test_the_advice_has_a_sampled_backward_pass_where_it_takes_less():
+    """In the head, where it is the fullest moment; a run has the backward pass that it began with."""
+    cluster, short = make_cluster(8, "a100-40g"), "train.tokens_per_micro_batch=9216"
+    text = advise(paper(short, IN_BF16), cluster, "forward_backward")
+    exact, sampled = (
+        make_plan(paper(short, IN_BF16, f"train.backward={name}"), cluster).memory for name in ("exact", "sampled")
+    )
+    saved = exact.total("head") - max(map(sampled.total, ("head", "backward")))
+    assert saved > 0
+    assert f"in a new run and train.backward=sampled (-{show_bytes(saved)}), whose gradients have the exact" in text
+    for options in ((short,), (IN_BF16,)):  # gradients in fp32 have no accumulator to save; layers take more
+        assert "train.backward" not in advise(paper(*options), cluster, "forward_backward")
+    refused = paper(short, IN_BF16, "train.backend=reference")
+    assert "train.backward" not in advise(refused, cluster, "forward_backward")
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])

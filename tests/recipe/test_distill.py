@@ -168,8 +168,8 @@ def test_a_teacher_of_other_tokens_is_refused(tmp_path: Path) -> None:
         ({"algorithm": {"top_entropy": 0.2}}, "reverse_kl does not support algorithm.top_entropy"),
         ({"algorithm": {"shaping": {"wrong": -1.0}}}, "reverse_kl does not support algorithm.shaping"),
         ({"algorithm": {"normalize_std": False}}, "normalize_std would have no effect"),
+        ({"train": {"backward": "sampled"}}, "reverse_kl does not support train.backward sampled"),
         ({"train": {"backend": "cpp"}}, "reverse_kl does not support train.backend cpp"),
-        ({"train": {"memory": "least"}}, "reverse_kl does not support train.memory"),
         ({"train": {"shard_head": True, "zero_stage": 3}}, "reverse_kl does not support train.shard_head"),
         ({"algorithm": {"recipe": {"name": "distill", "teacher": "x", "beta": 0.1}}}, "beta belongs to loss jsd"),
     ],
@@ -181,7 +181,7 @@ def test_settings_without_use_are_refused(tmp_path: Path, changes: dict[str, Any
 
 def test_the_objective_of_sampled_tokens_is_the_runs(tmp_path: Path) -> None:
     config = distill(
-        tmp_path, "x", loss="sampled", algorithm={"objective": {"kl_coef": 0.1}}, train={"memory": "least"}
+        tmp_path, "x", loss="sampled", algorithm={"objective": {"kl_coef": 0.1}}, train={"backward": "sampled"}
     )
     assert config.algorithm.resolve().needs_reference
 

@@ -30,7 +30,6 @@ SETTINGS: dict[str, Sections] = {
     "mismatch": {"algorithm": {"preset": "grpo", "objective": {"mismatch_cap": 2.0}, "skip_grad_norm": 1e-6}},
     "top entropy": {"algorithm": {"preset": "rlplus", "top_entropy": 0.5, "objective": {"entropy_coef": 0.01}}},
     "reference": {"algorithm": {"preset": "rlplus", "objective": {"kl_coef": 0.1}}},
-    "least memory": {"train": {"memory": "least", "backend": "triton"}},
     "deterministic": {"train": {"deterministic": True}},
     "zero 3": {"train": {"zero_stage": 3}},
     "routing": {"model": {"path": "MIXTURE", "scratch": None}, "rollout": {"routing_replay": True}},

@@ -149,7 +149,6 @@ class Calls:
         yield "loss and gradients, entropy bonus", partial(self.loss, bonus)
         yield "loss and gradients, chunks", partial(loss, **chunks)
         yield "loss and gradients, chunks, the vendor's GEMM", partial(loss, **chunks, **across)
-        yield "loss and gradients, least memory", partial(loss, memory="least", **chunks)
         yield "logprobs and gradients, sampled", partial(seeded, partial(self.gradients, backward="sampled"))
         yield "loss and gradients, sampled", partial(seeded, partial(loss, backward="sampled"))
         for name, form in (("kept tokens", {"kept": self.kept}), ("split head", {"group": self.group})):

@@ -30,5 +30,5 @@ class Far:
 
 if sys.argv[1] == "far":
     exponentials._gradient_kernel = Far()
-selfcheck.check = partial(selfcheck.check, cases=[selfcheck.Case("fast", 14, 70, 0.005, bias=True)], H=8)
+selfcheck.check = partial(selfcheck.check, cases=[selfcheck.Case(14, 70, 0.005, bias=True)], H=8)
 print(json.dumps(selfcheck.judge("cpu", "float32")._asdict()))

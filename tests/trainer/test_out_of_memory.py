@@ -145,13 +145,13 @@ def test_what_the_advice_says_a_switch_saves_is_what_the_plan_says(tmp_path: Pat
                 assert part.startswith("with --resume") == ({o.split("=")[0] for o in overrides} <= RESUMABLE)
 
 
-RESUMABLE = {"train.memory", "train.max_scratch_mb", "train.tokens_per_micro_batch", "model.gradient_checkpointing"}
+RESUMABLE = {"train.max_scratch_mb", "train.tokens_per_micro_batch", "model.gradient_checkpointing"}
 RESUMABLE |= {"rollout.sleep", "rollout.gpu_memory_utilization", "rollout.kv_cache_memory_mb", "rollout.share_weights"}
 
 
 def test_a_resume_may_take_less_memory(tmp_path: Path) -> None:
     config = run_config(tmp_path, train={"steps": 1})
     train(config)
-    less = changed(config, "train", steps=2, memory="least", max_scratch_mb=1, tokens_per_micro_batch=32)
+    less = changed(config, "train", steps=2, max_scratch_mb=1, tokens_per_micro_batch=32)
     folder = train(changed(less, "model", gradient_checkpointing=True), resume="newest")
     assert [row["step"] for row in metrics(folder)] == [1, 2]

@@ -22,7 +22,7 @@ from rlplus.learner import has_gradient
 from rlplus.learner import learner as learner_module
 from rlplus.learner import policy as policy_module
 from rlplus.learner.policy import Policy
-from rlplus.loss import Objective, linear_policy_loss
+from rlplus.loss import Objective
 from rlplus.loss.backends.selection import Choice
 from rlplus.recipe import Update, set_advantages
 from rlplus.rollout.transformers_engine import TransformersEngine
@@ -287,27 +287,6 @@ def test_overrides_reach_the_model(tmp_path):
     with open_run(config) as run:
         assert run.policy.engine.module.lm.config.rope_parameters["rope_theta"] == 40000.0
     assert replace(run.recipe.algorithm) == run.recipe.algorithm
-
-
-@pytest.mark.parametrize("stage", [1, 3])
-def test_least_memory_is_the_same_training(tmp_path, monkeypatch, stage):
-    """Two updates per step, so that old_logprob is a pass of its own, which has no such option."""
-    changes = {"zero_stage": stage, "prompts_per_update": 2}
-    fast = train(run_config(tmp_path, "fast", train=changes))
-    asked = []
-
-    def recorded(*args, **options):
-        asked.append((options["memory"], options["max_scratch_mb"]))
-        return linear_policy_loss(*args, **options)
-
-    monkeypatch.setattr("rlplus.learner.policy.linear_policy_loss", recorded)
-    least = train(run_config(tmp_path, "least", train=changes | {"memory": "least"}))
-    assert set(asked) == {("least", None)}
-    first, second = (load_file(folder / "model/model.safetensors") for folder in (fast, least))
-    start = load_file(fast / "scratch/model.safetensors")
-    assert any(not torch.equal(first[name], start[name]) for name in first)
-    for name, weight in first.items():
-        torch.testing.assert_close(second[name], weight, rtol=1e-4, atol=1e-5)
 
 
 def test_a_forward_pass_that_is_not_finite_is_a_skipped_update_and_no_mismatch(tmp_path, monkeypatch):
