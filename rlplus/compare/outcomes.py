@@ -13,10 +13,11 @@ from rlplus.common.textfiles import read_text
 from rlplus.compare.config import Comparison
 from rlplus.evaluation import Evaluation
 from rlplus.report import RunData, load_run
-from rlplus.report.charts import DEMONSTRATIONS, DYNAMICS, binned
+from rlplus.report.charts import DEMONSTRATIONS, DYNAMICS, NOISE, binned
 
 POINTS = 60  # points of a curve at most
-CURVES = (*DYNAMICS[:3], DEMONSTRATIONS[0])  # reward, entropy, response length; p of demonstrated tokens
+# Reward, entropy, response length; p of demonstrated tokens; noise of a sampled backward pass.
+CURVES = (*DYNAMICS[:3], DEMONSTRATIONS[0], NOISE)
 
 
 @dataclass(frozen=True)

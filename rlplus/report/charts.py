@@ -120,12 +120,14 @@ DEMONSTRATIONS = (
     Curve("actor/exploration_weight", "Exploration weight", "mean (1 − p)^γ of demonstrated tokens"),
     Curve("actor/loss_external", "External loss", "of demonstrated tokens"),
 )
+NOISE = Curve("actor/backward_noise", "Noise of a sampled backward pass", "%")
 UPDATES = (
     Curve("actor/loss_internal", "Internal loss", "of sampled tokens"),
     Curve("actor/prob_internal", "Probability, sampled", "mean p of sampled tokens"),
     Curve("actor/grad_norm", "Gradient norm", "before clipping"),
     Curve("actor/clip_fraction_high", "Ratios clipped above", "%"),
     Curve("actor/clip_fraction_low", "Ratios clipped below", "%"),
+    NOISE,
     Curve("mismatch/mean", "Engine against trainer", "mean |Δ logprob|"),
     Curve("reward/masked", "Responses not graded", "%"),
     Curve("tokens_per_second", "Generation", "tokens per second"),

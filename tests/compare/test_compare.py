@@ -23,7 +23,7 @@ from rlplus.common.textfiles import file_name
 from rlplus.compare import BASE, MARK, Results, Runner, load_comparison, run_comparison
 from rlplus.compare.config import Search
 from rlplus.compare.launches import solved
-from rlplus.compare.outcomes import _thinned
+from rlplus.compare.outcomes import _thinned, outcome_of
 from rlplus.compare.page import terminal_tables
 from rlplus.compare.prepared import VALIDATION
 from rlplus.config import check_report_folder
@@ -349,3 +349,16 @@ def test_a_long_curve_is_kept_as_means_of_neighbours(steps: int) -> None:
     assert sum(map(mul, places, lengths)) == pytest.approx(sum(at))
     ends = list(accumulate(lengths))
     assert all(end - length < place <= end for place, length, end in zip(places, lengths, ends, strict=True))
+
+
+def test_the_curves_of_a_run_are_those_of_its_metrics_and_the_noise_where_there_is_one(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("{}")
+    rows = [{"step": step, "generated_tokens": step, "reward/internal": step / 4} for step in (1, 2, 3)]
+    for row in rows[1:]:  # the first step had no gradient
+        row["actor/backward_noise"] = row["step"] / 100
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    curves = outcome_of(tmp_path, "one", 0, "GRPO", 1e-3, {}).curves
+    assert curves == {
+        "reward/internal": ([1, 2, 3], [0.25, 0.5, 0.75]),
+        "actor/backward_noise": ([2, 3], [0.02, 0.03]),
+    }
