@@ -134,7 +134,7 @@ def _checksums(columns: list[Tensor | None], on: Tensor) -> tuple[Tensor, Tensor
 
 
 def _check_same(ranks: list[list[float]], names: list[str]) -> None:
-    """ValueError unless the numbers that the ranks have sent are those of one call, without a failure."""
+    """ValueError unless all ranks have sent the numbers of one call, without a failure."""
     failed, _, _, tokens, calls = list(zip(*ranks, strict=True))[: len(FIRST)]
     where = "of the group that has the head's rows"
     if any(failed):
