@@ -43,6 +43,14 @@ class _Receives(io.RawIOBase):
         super().close()
 
 
+class _Reader(io.BufferedReader):
+    def read(self, size: int | None = None) -> bytes:
+        """HTTPException for a negative size, which is a chunk's: -1 would be all that the server ever sends."""
+        if size is not None and size < 0:
+            raise http.client.HTTPException(f"want the length of a chunk from 0 on; got {size:x}")
+        return super().read(size)
+
+
 class _Answering:
     """The socket of a connection, for the response that reads from it."""
 
@@ -50,7 +58,7 @@ class _Answering:
         self._connected, self._until = connected, until
 
     def makefile(self, _: str) -> io.BufferedReader:
-        return io.BufferedReader(_Receives(self._connected, self._until))
+        return _Reader(_Receives(self._connected, self._until))
 
 
 def answered(connection: http.client.HTTPConnection, until: float | None, most: int = MOST_BYTES) -> tuple[int, bytes]:
@@ -61,6 +69,9 @@ def answered(connection: http.client.HTTPConnection, until: float | None, most: 
     """
     with _ending(connection, until):
         response = connection.getresponse()
+    lengths = set(response.headers.get_all("Content-Length", []))
+    if len(lengths) > 1 or not all(each.isascii() and each.strip().isdecimal() for each in lengths):
+        raise http.client.HTTPException(f"want one Content-Length of digits; got {', '.join(sorted(lengths)):.100}")
     if (response.length or 0) > most:
         raise TooLong(f"want an answer of at most {most:,} bytes; got one of {response.length:,}")
     pieces, size = [], 0

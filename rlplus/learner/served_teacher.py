@@ -13,7 +13,8 @@ from rlplus.common.http_limits import MOST_BYTES
 from rlplus.data import MicroBatch, Sample, load_tokenizer
 from rlplus.errors import SharedFailure
 from rlplus.learner.policy import Policy
-from rlplus.rollout.server_http import PATIENCE_S, TEACHER, Requests, parsed, split
+from rlplus.rollout.answer_fields import BadAnswer
+from rlplus.rollout.server_http import PATIENCE_S, TEACHER, Requests, split
 
 KEY = TEACHER.url
 LIMIT = "rollout.progress_timeout_s"
@@ -61,8 +62,9 @@ class ServedTeacher:
         want = f"{KEY}: want at {url} a server started with: vllm serve MODEL"
         http = Requests(self._url, TEACHER)
         try:
-            served = parsed(http.send("GET", "/v1/models", timeout_s=PATIENCE_S))["data"][0]
-            self._model, self.fingerprint, longest = served["id"], str(served["root"]), int(served["max_model_len"])
+            served = http.ask("GET", "/v1/models", timeout_s=PATIENCE_S)["data"][0]
+            self._model, self.fingerprint = served["id"].a(str), str(served["root"].value)
+            longest = served["max_model_len"].a(int)
             differing = self._differing(
                 http, load_tokenizer(policy.config.model, model_path), min(longest - 1, DECODED)
             )
@@ -70,8 +72,6 @@ class ServedTeacher:
         except OSError as error:
             more = f" (and --max-logprobs {self._told})" if self._told > 20 else ""  # vLLM's default
             raise ValueError(f"{want}{more}; {error}") from error
-        except MALFORMED as error:
-            raise ValueError(f"{want}; what is there does not answer as vLLM does: {error!r}") from error
         if differing:
             raise ValueError(f"{KEY}: want a teacher whose tokenizer has the policy's tokens; {self.name} {differing}")
         if longest <= (sample := policy.config.max_sample_length):
@@ -84,8 +84,8 @@ class ServedTeacher:
         for start in range(0, len(known), most):
             tokens = known[start : start + most]
             body = {"model": self._model, "tokens": tokens}
-            read = parsed(http.send("POST", "/detokenize", body, PATIENCE_S))["prompt"]
-            if read != tokenizer.decode(tokens):
+            read = http.ask("POST", "/detokenize", body, PATIENCE_S)["prompt"]
+            if read.a(str) != tokenizer.decode(tokens):
                 return f"reads other texts in those from {tokens[0]} to {tokens[-1]}"
         return ""
 
@@ -124,12 +124,12 @@ class ServedTeacher:
         body = {"model": self._model, "prompt": tokens, "max_tokens": 1, "temperature": 0}
         body["prompt_logprobs"] = self._told
         most = MOST_BYTES + len(tokens) * (self._told + 1) * BYTES_PER_LOGPROB
-        answer = parsed(http.send("POST", "/v1/completions", body, self._timeout_s, LIMIT, most))
+        answer = http.ask("POST", "/v1/completions", body, self._timeout_s, LIMIT, most)
+        told = answer["choices"][0]["prompt_logprobs"]
         try:
-            told = answer["choices"][0]["prompt_logprobs"][prompt:]
-            read = [self._read(each, token) for each, token in zip(told, tokens[prompt:], strict=True)]
+            read = [self._read(each, token) for each, token in zip(told.a(list)[prompt:], tokens[prompt:], strict=True)]
         except MALFORMED as error:
-            raise ValueError(f"want vLLM's prompt_logprobs of {len(tokens)} tokens; got {error!r}") from error
+            raise BadAnswer(f"{told}: want vLLM's of {len(tokens)} tokens; got {error!r:.500}") from error
         own, numbers, logprobs = zip(*read, strict=True)
         topk = (torch.tensor(numbers, dtype=torch.int32), torch.tensor(logprobs, dtype=torch.float32))
         return torch.tensor(own, dtype=torch.float32), topk

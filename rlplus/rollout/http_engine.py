@@ -14,12 +14,11 @@ from rlplus.common import activity, agree
 from rlplus.common.http_limits import MOST_BYTES
 from rlplus.config import RolloutConfig
 from rlplus.errors import RunFailed
+from rlplus.rollout.answer_fields import BadAnswer, Field
 from rlplus.rollout.protocol import Completion, Request, Sampling, check_requests, check_responses
 from rlplus.rollout.push import parameter_shapes, watched
 from rlplus.rollout.server_http import PATIENCE_S, RESTART, Kind, Refused, Requests, split
 
-# Errors of reading an answer that has another form than the server's.
-MALFORMED = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError)
 BYTES_PER_TOKEN, BYTES_PER_KEPT = 512, 16  # most JSON for a token with its logprob, and for one that was kept
 CONNECTIONS = 64  # prompts at a time from each rank; the server batches what it has
 
@@ -69,7 +68,8 @@ class HttpEngine(ABC):
         pool = ThreadPoolExecutor(CONNECTIONS)
         activity.rollouts.begin(sum(r.n if sampling.temperature else 1 for r in requests if r.n))
         try:
-            asked = [pool.submit(self._ask, http, r.prompt, p) for r, p in zip(requests, params, strict=True) if r.n]
+            numbered = enumerate(zip(requests, params, strict=True))
+            asked = [pool.submit(self._asked, i, http, r.prompt, p) for i, (r, p) in numbered if r.n]
             self._await(asked)
             answers = iter([future.result() for future in asked])
         except OSError as error:
@@ -87,6 +87,13 @@ class HttpEngine(ABC):
         return check_responses(
             groups, requests, sampling, vocabulary=self._vocabulary, ends=self._ends, engine=self.name
         )
+
+    def _asked(self, index: int, http: Requests, prompt: Sequence[int], params: dict[str, Any]) -> list[Completion]:
+        """`_ask`; RunFailed with server and request for an answer that is no good one."""
+        try:
+            return self._ask(http, prompt, params)
+        except BadAnswer as error:
+            raise RunFailed(f"{self.name}, request {index}: {error}") from error
 
     def _await(self, asked: list[Future[list[Completion]]]) -> None:
         """Return when all are answered, raise when one fails; OSError when the server makes no progress any more.
@@ -117,7 +124,16 @@ class HttpEngine(ABC):
 
     @abstractmethod
     def _ask(self, http: Requests, prompt: Sequence[int], params: dict[str, Any]) -> list[Completion]:
-        """The responses to one prompt; OSError or RunFailed without them."""
+        """The responses to one prompt; OSError without them, BadAnswer for what the server's own kind never says."""
+
+    def _check_versions(self, spans: Field) -> None:
+        """BadAnswer unless all of a response was generated with the weights that were pushed last."""
+        found = sorted(set(map(str, spans.column("version") if spans.value else [])))
+        if found != [str(self._version)]:
+            raise BadAnswer(
+                f"{spans}: generated with the weights of {found!s:.200}; want those of {self._version}. "
+                "Does another run push to this server, or was it started again?"
+            )
 
     def _most_bytes(self, tokens: int, kept: int = 0) -> int:
         """The length of an answer with so many tokens at most, each drawn from so many at most."""

@@ -15,13 +15,13 @@ from torch import Tensor
 from rlplus.common import activity, agree
 from rlplus.common.kept_sets import KeptSets
 from rlplus.config import RolloutConfig
-from rlplus.errors import RunFailed
+from rlplus.rollout.answer_fields import BadAnswer, Field, metrics
 from rlplus.rollout.clock import rank
-from rlplus.rollout.http_engine import MALFORMED, HttpEngine
+from rlplus.rollout.http_engine import HttpEngine
 from rlplus.rollout.library_push import LibraryPush
 from rlplus.rollout.protocol import Completion, Request, Sampling
 from rlplus.rollout.push import BACKEND, EXTENSION
-from rlplus.rollout.server_http import PATIENCE_S, RESTART, VLLM, Requests, parsed
+from rlplus.rollout.server_http import PATIENCE_S, RESTART, VLLM, Requests
 from rlplus.rollout.server_push import Control, MemoryPush
 from rlplus.rollout.vllm_engine import prompt_seeds
 from rlplus.rollout.vllm_returns import check_sampling, no_masks
@@ -80,43 +80,40 @@ class ServerEngine(HttpEngine):
     def _check_server(self, dtype: str, serve: str) -> None:
         want = f"want at {self._url} a server started with: {serve}"
         try:
-            info = parsed(self._http.send("GET", "/server_info?config_format=json", timeout_s=PATIENCE_S))
+            info = self._http.ask("GET", "/server_info?config_format=json", timeout_s=PATIENCE_S)
             self._tokens()
-        except OSError as error:
-            raise ValueError(f"{want}; {error}") from error
-        try:
             problems, self._most = self._problems(info["vllm_config"], dtype)
-        except (KeyError, TypeError) as error:
-            raise ValueError(f"{want}, vLLM 0.32; what is there tells nothing of {error}") from error
+        except OSError as error:
+            raise ValueError(f"{want}, vLLM 0.32; {error}") from error
         if problems:
             raise ValueError(f"{want}; {'; '.join(problems)}")
 
-    def _problems(self, info: dict[str, Any], dtype: str) -> tuple[list[str], int]:
+    def _problems(self, info: Field, dtype: str) -> tuple[list[str], int]:
         """The settings that keep the server from being exact, and its limit of responses per prompt."""
         model, scheduler = info["model_config"], info["scheduler_config"]
         problems = []
-        if model["logprobs_mode"] != "processed_logprobs":
-            problems.append(f"it gives {model['logprobs_mode']}, which ignore the temperature")
-        if not model["skip_tokenizer_init"]:
+        if (mode := model["logprobs_mode"].value) != "processed_logprobs":
+            problems.append(f"it gives {mode}, which ignore the temperature")
+        if not model["skip_tokenizer_init"].a(bool):
             problems.append("it has a tokenizer, and with it stop strings and limits of its own")
-        if str(model["dtype"]).removeprefix("torch.") != dtype:
-            problems.append(f"its dtype is {model['dtype']}")
-        if self._fp32_head and (model.get("hf_overrides") or {}).get("head_dtype") != "float32":
+        if (its := model["dtype"].a(str)).removeprefix("torch.") != dtype:
+            problems.append(f"its dtype is {its}")
+        if self._fp32_head and _member(model, "hf_overrides", "head_dtype") != "float32":
             problems.append(f"its logits are {dtype}, which the trainer's are not (or want rollout.head_dtype model)")
-        masks = bool(model.get("return_sampling_mask"))
+        masks = bool(model.get("return_sampling_mask").value)
         if self._most_kept and not masks:
             problems.append(no_masks(self._most_kept, "a server without --return-sampling-mask"))
         if masks and not self._most_kept:
             problems.append("with --return-sampling-mask it refuses the whole vocabulary (rollout.top_k 0)")
-        if (takes := (info.get("weight_transfer_config") or {}).get("backend")) != self._backend:
+        if (takes := _member(info, "weight_transfer_config", "backend")) != self._backend:
             problems.append(f"its way of taking weights is {takes}; want {self._backend}, for rollout.transfer")
-        if self._backend == BACKEND and info["parallel_config"]["worker_extension_cls"] != EXTENSION:
+        if self._backend == BACKEND and info["parallel_config"]["worker_extension_cls"].value != EXTENSION:
             problems.append(f"its workers do not know {EXTENSION}")
-        if model["max_model_len"] < self._max_model_len:
-            problems.append(f"its sequences have at most {model['max_model_len']} tokens")
-        if info["device_config"]["device"] == "cpu" and scheduler["enable_chunked_prefill"]:
+        if (length := model["max_model_len"].a(int)) < self._max_model_len:
+            problems.append(f"its sequences have at most {length} tokens")
+        if info["device_config"]["device"].value == "cpu" and scheduler["enable_chunked_prefill"].a(bool):
             problems.append("on the CPU vLLM fails on a seeded prompt in two parts: --no-enable-chunked-prefill")
-        return problems, int(scheduler["max_num_seqs"])
+        return problems, scheduler["max_num_seqs"].a(int)
 
     def _params(self, requests: Sequence[Request], sampling: Sampling) -> list[dict[str, Any]]:
         check_sampling(sampling, self._most_kept)
@@ -141,42 +138,36 @@ class ServerEngine(HttpEngine):
 
     def _tokens(self) -> float:
         """Generated by the server so far, for whomever; OSError where it does not tell."""
-        text = self._http.send("GET", "/metrics", timeout_s=PATIENCE_S).decode(errors="replace")
-        counts = [line.split()[-1] for line in text.splitlines() if line.startswith((f"{TOKENS}{{", f"{TOKENS} "))]
-        if not counts:
+        found = metrics(self._http.send("GET", "/metrics", timeout_s=PATIENCE_S), (TOKENS,))
+        if not found:
             raise OSError(f"want {TOKENS} in GET /metrics, which --disable-log-stats leaves out; got none")
-        return sum(map(float, counts))
+        return found[TOKENS]
 
     def _ask(self, http: Requests, prompt: Sequence[int], params: dict[str, Any]) -> list[Completion]:
         most = self._most_bytes(params["n"] * params["max_tokens"], self._most_kept)
         asked = {"token_ids": list(prompt), "sampling_params": params}
-        answer = parsed(http.send("POST", GENERATE, asked, most=most))
-        try:
-            choices = sorted(answer["choices"], key=lambda choice: choice["index"])
-            if len(choices) != params["n"]:
-                raise RunFailed(f"want {params['n']} responses from {self.name}; got {len(choices)}")
-            completions = [self._completion(choice) for choice in choices]
-            activity.rollouts.add(len(completions), sum(len(each.tokens) for each in completions))
-            return completions
-        except MALFORMED as error:
-            raise RunFailed(f"want an answer of vLLM 0.32 from {self.name}; got {str(answer)[:500]}") from error
+        choices = http.ask("POST", GENERATE, asked, most=most)["choices"]
+        placed = {choice["index"].a(int): choice for choice in choices.items()}
+        if (wanted := [*range(params["n"])]) != sorted(placed) or len(choices.value) != len(wanted):
+            raise BadAnswer(f"{choices}: want {len(wanted)} with index {wanted}; got {choices.column('index')}")
+        completions = [self._completion(placed[index]) for index in wanted]
+        activity.rollouts.add(len(completions), sum(len(each.tokens) for each in completions))
+        return completions
 
-    def _completion(self, choice: dict[str, Any]) -> Completion:
-        if choice["finish_reason"] not in ("stop", "length"):
-            raise RunFailed(f"{self.name} ended a response with {choice['finish_reason']}: want stop or length")
-        versions = {span["version"] for span in choice["weight_versions"] or []}
-        if versions != {str(self._version)}:
-            raise RunFailed(
-                f"{self.name} generated with the weights of {sorted(versions)}; want those of {self._version}. "
-                "Does another run push to this server, or was it started again?"
+    def _completion(self, choice: Field) -> Completion:
+        if (ended := choice["finish_reason"]).value not in ("stop", "length"):
+            raise ended.wrong("stop or length")
+        self._check_versions(choice["weight_versions"])
+        tokens, told = choice["token_ids"].a(list), choice["logprobs"]["content"]
+        if (named := told.column("token_id")) != tokens[: len(named)]:
+            raise BadAnswer(
+                f"{told}: want logprobs of the tokens {tokens[:8]!r:.80} ...; got those of {named[:8]!r:.80} ..."
             )
-        tokens, told = [*choice["token_ids"]], choice["logprobs"]["content"]
-        if (named := [entry["token_id"] for entry in told]) != tokens[: len(named)]:
-            raise RunFailed(f"{self.name}: want logprobs of the tokens {tokens[:8]} ...; got those of {named[:8]} ...")
-        logprob = [-math.inf if entry["logprob"] <= NO_LOGPROB else entry["logprob"] for entry in told]
-        mask = choice.get("sampling_mask")
-        kept = None if mask is None else KeptSets.of(mask)
-        return Completion(tokens, logprob, choice["finish_reason"] == "length", kept=kept)
+        logprob = [
+            -math.inf if isinstance(value, (int, float)) and value <= NO_LOGPROB else value
+            for value in told.column("logprob")
+        ]
+        return Completion([*tokens], logprob, ended.value == "length", kept=_kept(choice.get("sampling_mask")))
 
     def _send(self, weights: Iterator[tuple[str, Tensor]], version: int) -> None:
         if self._push is not None:
@@ -187,3 +178,19 @@ class ServerEngine(HttpEngine):
             return False
         self._push.close()
         return True
+
+
+def _member(info: Field, table: str, name: str) -> Any:
+    """The value of a setting in a table of settings, None without either."""
+    found = info.get(table)
+    return None if found.value is None else found.get(name).value
+
+
+def _kept(mask: Field) -> KeptSets | None:
+    """The tokens that were kept; None where the server has no masks."""
+    if mask.value is None:
+        return None
+    try:
+        return KeptSets.of(each.a(list) for each in mask.items())
+    except (TypeError, OverflowError) as error:
+        raise mask.wrong("lists of token ids") from error

@@ -15,6 +15,7 @@ from urllib.parse import SplitResult, urlsplit
 
 from rlplus.common.http_limits import BEGUN_S, MOST_BYTES, TooLong, answered
 from rlplus.errors import without_passwords
+from rlplus.rollout.answer_fields import Field, parsed
 
 KEEPALIVE = ((socket.TCP_KEEPIDLE, 15), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 3))  # a dead host shows in 30 s
 PATIENCE_S = 60.0  # limit for a connection and for what a server always answers
@@ -109,6 +110,10 @@ class Requests:
             raise Refused(f"{method} {path}", status, answer, self.kind)
         return answer
 
+    def ask(self, method: str, path: str, *arguments: Any, **more: Any) -> Field:
+        """The JSON of the answer to `send` of the same arguments; BadAnswer for another text."""
+        return parsed(self.send(method, path, *arguments, **more), f"{method} {path}")
+
     def _begin(self, connected: socket.socket, timeout_s: float | None) -> None:
         connected.settimeout(timeout_s or BEGUN_S)
         connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -165,20 +170,15 @@ def _advice(error: OSError | http.client.HTTPException, limit: str, kind: Kind) 
         return "Does it speak https, with a certificate that this machine trusts (SSL_CERT_FILE)?"
     if isinstance(error, TimeoutError):
         return f"It hangs, or takes longer than {limit}. {RESTART}" if limit else f"Its machine is gone. {RESTART}"
-    if isinstance(error, (ConnectionError, http.client.IncompleteRead)):
+    if isinstance(error, http.client.IncompleteRead):
+        return f"Its answer was cut: it has ended, or its lengths are wrong. {RESTART}"
+    if isinstance(error, ConnectionError):
         return f"It has ended, or nothing listens there. {RESTART}"
     if isinstance(error, http.client.HTTPException):
         return f"Is it a server of {kind.library}, and http rather than https?"
     if error.errno in (errno.EMFILE, errno.ENFILE):
         return "That is this machine's limit of open files (ulimit -n)"
     return f"Can this machine reach the host in {kind.url} (its network, a firewall)?"
-
-
-def parsed(text: bytes) -> Any:
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise OSError(f"want JSON; got {text.decode(errors='replace')[:200]!r}") from error
 
 
 def _reason(text: bytes) -> str:

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from rlplus import __version__
+from rlplus.rollout.answer_fields import Field, parsed
 from rlplus.rollout.parcels import Memory, parcels
-from rlplus.rollout.server_http import Requests, parsed
+from rlplus.rollout.server_http import Requests
 from rlplus.rollout.worker_answers import Answers
 
 TIMEOUT = "half of rollout.push_timeout_s"
@@ -35,19 +36,19 @@ class Control:
 
     def workers(self) -> int:
         """Number of the server's GPUs."""
-        return int(self._get("/get_world_size")["world_size"])
+        return self._get("/get_world_size")["world_size"].a(int)
 
     def paused(self) -> bool:
-        return bool(self._get("/is_paused")["is_paused"])
+        return self._get("/is_paused")["is_paused"].a(bool)
 
     def library_version(self) -> str:
-        return str(self._get("/version")["version"])
+        return self._get("/version")["version"].a(str)
 
     def own_address(self) -> str:
         return self._http.own_address()
 
-    def _get(self, path: str) -> Any:
-        return parsed(self._http.send("GET", path, timeout_s=self.timeout_s, setting=TIMEOUT))
+    def _get(self, path: str) -> Field:
+        return self._http.ask("GET", path, timeout_s=self.timeout_s, setting=TIMEOUT)
 
     def _post(self, path: str, body: Any = None, timeout_s: float | None = None) -> bytes:
         setting = "" if timeout_s else TIMEOUT
@@ -78,9 +79,13 @@ class Control:
 
     def resume(self, version: int) -> None:
         """Let the server generate again, without keys and values of older weights."""
-        reset = parsed(self._post("/reset_prefix_cache?reset_external=true"))  # other caches of keys and values, too
-        if reset != {"success": True}:
-            raise OSError(f"it did not reset its prefix cache ({reset}); does it still send keys and values elsewhere?")
+        path = "/reset_prefix_cache?reset_external=true"  # other caches of keys and values, too
+        reset = parsed(self._post(path), f"POST {path}")
+        if reset.value != {"success": True}:
+            raise OSError(
+                f"{reset.request}: it did not reset its prefix cache ({reset.value!r:.200}); does it still send keys "
+                "and values elsewhere?"
+            )
         self._post("/update_weight_version", {"new_version": str(version)})
         self._post("/resume")
 

@@ -16,11 +16,11 @@ from torch import Tensor
 
 from rlplus.common import activity
 from rlplus.config import RolloutConfig
-from rlplus.errors import RunFailed
+from rlplus.rollout.answer_fields import BadAnswer, Field, metrics
 from rlplus.rollout.clock import rank
-from rlplus.rollout.http_engine import MALFORMED, HttpEngine
+from rlplus.rollout.http_engine import HttpEngine
 from rlplus.rollout.protocol import Completion, Request, Sampling
-from rlplus.rollout.server_http import PATIENCE_S, SGLANG, Requests, parsed
+from rlplus.rollout.server_http import PATIENCE_S, SGLANG, Requests
 from rlplus.rollout.server_push import TIMEOUT
 from rlplus.rollout.vllm_engine import prompt_seeds
 from rlplus.rollout.weights_folders import WeightsFolders
@@ -54,30 +54,28 @@ class SGLangEngine(HttpEngine):
     def _check_server(self, dtype: str, serve: str) -> None:
         want = f"want at {self._url} a server started with: {serve}"
         try:
-            info = parsed(self._http.send("GET", "/server_info", timeout_s=PATIENCE_S))
-            problems = self._problems(info, dtype)
+            problems = self._problems(self._http.ask("GET", "/server_info", timeout_s=PATIENCE_S), dtype)
             self._tokens()
         except OSError as error:
-            raise ValueError(f"{want}; {error}") from error
-        except (KeyError, TypeError) as error:
-            raise ValueError(f"{want}, SGLang 0.5; what is there tells nothing of {error}") from error
+            raise ValueError(f"{want}, SGLang 0.5; {error}") from error
         if problems:
             raise ValueError(f"{want}; {'; '.join(problems)}")
 
-    def _problems(self, info: dict[str, Any], dtype: str) -> list[str]:
+    def _problems(self, info: Field, dtype: str) -> list[str]:
         """The settings that keep the server from being exact."""
         problems = []
-        if not info["skip_tokenizer_init"]:
+        if not info["skip_tokenizer_init"].a(bool):
             problems.append("it has a tokenizer, and with it stop strings and limits of its own")
-        if info["dtype"] != dtype:
-            problems.append(f"its dtype is {info['dtype']}")
-        if self._fp32_head and not info["enable_fp32_lm_head"]:
+        if (its := info["dtype"].a(str)) != dtype:
+            problems.append(f"its dtype is {its}")
+        if self._fp32_head and not info["enable_fp32_lm_head"].a(bool):
             problems.append(f"its logits are {dtype}, which the trainer's are not (or want rollout.head_dtype model)")
-        if info["context_length"] is None or info["context_length"] < self._max_model_len + SPARE:
-            problems.append(f"its --context-length is {info['context_length']}")
+        length = info["context_length"]
+        if length.value is None or length.a(int) < self._max_model_len + SPARE:
+            problems.append(f"its --context-length is {length.value}")
         for name in ("allow_auto_truncate", "speculative_algorithm", "preferred_sampling_params"):
-            if info.get(name):
-                problems.append(f"it has --{name.replace('_', '-')} {info[name]}, with which responses are others")
+            if set_to := info.get(name).value:
+                problems.append(f"it has --{name.replace('_', '-')} {set_to}, with which responses are others")
         return problems
 
     def _params(self, requests: Sequence[Request], sampling: Sampling) -> list[dict[str, Any]]:
@@ -111,50 +109,42 @@ class SGLangEngine(HttpEngine):
                 ],
                 "return_logprob": True,
             }
-            answers = parsed(http.send("POST", "/generate", body, most=self._most_bytes(len(left) * limit)))
-            try:
-                if len(answers) != len(left):
-                    raise RunFailed(f"want {len(left)} responses from {self.name}; got {len(answers)}")
-                for i, answer in zip(left, answers, strict=True):
-                    left_over = limit - len(responses[i].tokens)
-                    responses[i] = self._continued(responses[i], answer, params["stop_token_ids"], left_over)
-            except MALFORMED as error:
-                raise RunFailed(f"want an answer of SGLang 0.5 from {self.name}; got {str(answers)[:500]}") from error
+            answers = http.ask("POST", "/generate", body, most=self._most_bytes(len(left) * limit)).items()
+            if len(answers) != len(left):
+                raise BadAnswer(f"POST /generate: want {len(left)} responses; got {len(answers)}")
+            for i, answer in zip(left, answers, strict=True):
+                left_over = limit - len(responses[i].tokens)
+                responses[i] = self._continued(responses[i], answer["meta_info"], params["stop_token_ids"], left_over)
             left = [i for i in left if responses[i].truncated and len(responses[i].tokens) < limit]
         activity.rollouts.add(len(responses), sum(len(each.tokens) for each in responses))
         return responses
 
-    def _continued(self, before: Completion, answer: dict[str, Any], stops: Sequence[int], most: int) -> Completion:
+    def _continued(self, before: Completion, meta: Field, stops: Sequence[int], most: int) -> Completion:
         """A response with the tokens of an answer; `truncated` until it has come to a stop token of the run."""
-        meta = answer["meta_info"]
-        ended, matched = meta["finish_reason"]["type"], meta["finish_reason"].get("matched")
+        finish = meta["finish_reason"]
+        ended, matched = finish["type"].value, finish.get("matched").value
         if ended not in ("stop", "length") or isinstance(matched, str):  # a text: "NaN happened"
-            raise RunFailed(f"{self.name} ended a response with {ended}, {matched}: want stop or length")
-        versions = {span["version"] for span in meta["weight_versions"]}
-        if versions != {str(self._version)}:
-            raise RunFailed(
-                f"{self.name} generated with the weights of {sorted(versions)}; want those of {self._version}. "
-                "Does another run push to this server, or was it started again?"
-            )
+            raise BadAnswer(f"{finish}: ended a response with {ended!s:.50}, {matched!s:.50}: want stop or length")
+        self._check_versions(meta["weight_versions"])
         drawn = meta["output_token_logprobs"]  # (logprob, token, no text); `output_ids` lack a stop token
-        if not drawn:
-            raise RunFailed(f"{self.name} answered without a token")
-        tokens = [token for _, token, _ in drawn]
+        if not drawn.value:
+            raise BadAnswer(f"{drawn}: answered without a token")
+        tokens = drawn.column(1)
         if (length := len(tokens)) > most or (ended == "length" and length < most):
-            raise RunFailed(f"{self.name} ended a response with {ended}: want {most} tokens; got {length}")
+            raise BadAnswer(f"{drawn}: ended a response with {ended}: want {most} tokens; got {length}")
         if ended == "stop" and matched != tokens[-1]:
-            raise RunFailed(
-                f"{self.name} ended a response with stop: want the last token {tokens[-1]} as its reason; got {matched}"
+            raise BadAnswer(
+                f"{finish}: ended a response with stop: want the last token {tokens[-1]!s:.50} as its reason; "
+                f"got {matched!s:.50}"
             )
-        logprob = [-math.inf if value is None else value for value, _, _ in drawn]  # JSON has no infinity
+        logprob = [-math.inf if value is None else value for value in drawn.column(0)]  # JSON has no infinity
         return Completion(before.tokens + tokens, before.logprob + logprob, tokens[-1] not in stops)
 
     def _tokens(self) -> float:
-        text = self._http.send("GET", "/metrics", timeout_s=PATIENCE_S).decode(errors="replace")
-        counts = [float(line.split()[-1]) for line in text.splitlines() if line.startswith(TOKENS)]
-        if not any(line.startswith(f"{TOKENS[1]}{{") for line in text.splitlines()):
+        found = metrics(self._http.send("GET", "/metrics", timeout_s=PATIENCE_S), TOKENS)
+        if TOKENS[1] not in found:
             raise OSError(f"want {TOKENS[1]} in GET /metrics, which --enable-metrics turns on; got none")
-        return sum(counts)
+        return sum(found.values())
 
     def _send(self, weights: Iterator[tuple[str, Tensor]], version: int) -> None:
         if rank() > 0:
@@ -165,9 +155,9 @@ class SGLangEngine(HttpEngine):
             save_file(shard, folder / f"model-{number:05d}.safetensors")
         body = {"model_path": str(folder), "weight_version": str(version)}
         limit_s = self._timeout_s / 2
-        answer = self._http.send("POST", "/update_weights_from_disk", body, timeout_s=limit_s, setting=TIMEOUT)
-        if not parsed(answer).get("success"):
-            raise OSError(f"POST /update_weights_from_disk: {answer.decode(errors='replace')[:500]}")
+        answer = self._http.ask("POST", "/update_weights_from_disk", body, timeout_s=limit_s, setting=TIMEOUT)
+        if not answer["success"].a(bool):
+            raise OSError(f"{answer.request}: {answer.value!r:.500}")
         self._folders.clear()
 
     def _stop_pushing(self) -> bool:

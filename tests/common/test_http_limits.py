@@ -146,6 +146,27 @@ def test_an_answer_that_was_cut_is_no_answer(head: bytes) -> None:
         asked(port, time.monotonic() + processes.PATIENCE_S)
 
 
+@pytest.mark.parametrize(
+    ("head", "kind"),
+    [
+        (b"Transfer-Encoding: chunked\r\n\r\n-5\r\nhello\r\n0\r\n\r\n", "length of a chunk from 0 on; got -5"),
+        (b"Transfer-Encoding: chunked\r\n\r\n-1\r\nhello\r\n0\r\n\r\n", "length of a chunk from 0 on; got -1"),
+        (b"Transfer-Encoding: chunked\r\n\r\nzz\r\nhello\r\n0\r\n\r\n", "IncompleteRead"),
+        (b"Content-Length: -5\r\n\r\nhello", "want one Content-Length of digits; got -5"),
+        (b"Content-Length: 5.0\r\n\r\nhello", "want one Content-Length of digits; got 5.0"),
+        (b"Content-Length: \r\n\r\nhello", "want one Content-Length of digits; got "),
+        (b"Content-Length: 5\r\nContent-Length: 4\r\n\r\nhello", "want one Content-Length of digits; got 4, 5"),
+    ],
+)
+def test_lengths_that_are_none_are_no_answer(head: bytes, kind: str) -> None:
+    """A chunk of -1 bytes would be read to the end of the connection, however much comes."""
+    until = time.monotonic() + processes.PATIENCE_S
+    answer = answering(lambda connected: connected.sendall(HEAD + head))
+    with answer as port, pytest.raises(http.client.HTTPException) as error:
+        asked(port, until)
+    assert kind in repr(error.value)
+
+
 def test_urllib_has_the_same_limit() -> None:
     with answering(DRIPPING["headers"]) as port, pytest.raises(TimeoutError):
         urlopen(Request(f"http://127.0.0.1:{port}", method="HEAD"), timeout=LIMIT_S)

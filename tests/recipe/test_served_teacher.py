@@ -177,7 +177,7 @@ ODD: list[tuple[str, Any, str]] = [
         (404, {"message": "Not Found"}),
         "want at {url} a server started with: vllm serve MODEL; GET /v1/mod",
     ),
-    ("/v1/models", {"data": []}, "want at {url} a server .*; what is there does not answer as vLLM does: IndexError"),
+    ("/v1/models", {"data": []}, "want at {url} a server .*; GET /v1/models: want data\\[0\\]; got none"),
     (
         COMPLETIONS,
         (400, {"error": {"message": "greater than max allowed: 10"}}),
@@ -223,6 +223,7 @@ def test_other_tokens_are_found_by_reading_them(tmp_path: Path) -> None:
             opened(distill(tmp_path, server.url, "other tokens"))
 
 
+TOLD = r"choices\[0\].prompt_logprobs: want vLLM's"
 PLACE = {"logprob": -0.5, "rank": 1}
 WRONG = [
     ({"5": PLACE}, "1 likeliest tokens; want 3"),
@@ -245,10 +246,10 @@ def test_an_answer_that_is_no_distribution_ends_the_run(
         sample.response = [5] * len(sample.response)
         places = [None, *[place] * (len(sample.prompt) + len(sample.response) - 1)]
         server.odd[COMPLETIONS] = {"choices": [{"prompt_logprobs": places}]}
-        with pytest.raises(SharedFailure, match=f"did not answer: rank 0: want vLLM's prompt_logprobs .*{text}"):
+        with pytest.raises(SharedFailure, match=f"did not answer: rank 0: POST {COMPLETIONS}: {TOLD} of .*{text}"):
             run.recipe.credit(Batch([], [sample], 0.0))
         server.odd[COMPLETIONS] = {"choices": [{"prompt_logprobs": places[:-1]}]}
-        with pytest.raises(SharedFailure, match="did not answer: rank 0: want vLLM's prompt_logprobs"):
+        with pytest.raises(SharedFailure, match=f"did not answer: rank 0: POST {COMPLETIONS}: {TOLD}"):
             run.recipe.credit(Batch([], [sample], 0.0))
 
 

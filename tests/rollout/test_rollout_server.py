@@ -85,7 +85,7 @@ def test_answers_that_are_not_the_policys_are_refused(fake: FakeServer, tmp_path
             r"with the weights of \['2'\]; want those of 3",
         ),
         ({"weight_versions": None}, r"with the weights of \[\]; want those of 3"),
-        ({"finish_reason": "abort"}, "ended a response with abort"),
+        ({"finish_reason": "abort"}, r"want choices\[\d\].finish_reason to be stop or length; got 'abort'"),
     ]:
         fake.choice = choice
         with pytest.raises(RunFailed, match=message) as error:
@@ -139,7 +139,7 @@ def test_a_server_that_would_not_be_exact_is_refused(fake: FakeServer, tmp_path:
         connect(fake.url, tmp_path, "bfloat16")
     assert "its logits" not in str(refusal.value)
     del model["logprobs_mode"]
-    with pytest.raises(ValueError, match=r"vLLM 0.32; what is there tells nothing of 'logprobs_mode'"):
+    with pytest.raises(ValueError, match=r"vLLM 0.32; GET /server_info.*: want vllm_config.model_config.logprobs_mode"):
         connect(fake.url, tmp_path)
     fake.fail = "/server_info"  # the development endpoints are off
     with pytest.raises(ValueError, match=r"started with: .*; GET /server_info.* was answered with 500"):
@@ -164,7 +164,7 @@ def test_what_is_no_such_server_is_refused(fake: FakeServer, tmp_path: Path) -> 
         connect(f"{fake.url}/v1", tmp_path)
     for info in ({}, [], {"vllm_config": {}}, {"vllm_config": None}, "no"):
         fake.odd = {"/server_info": info}
-        with pytest.raises(ValueError, match=r"vLLM 0.32; what is there tells nothing of"):
+        with pytest.raises(ValueError, match=r"vLLM 0.32; GET /server_info.*: want (vllm_config|the answer)"):
             connect(fake.url, tmp_path)
     fake.odd = {"/metrics": b"process_open_fds 9.0"}
     with pytest.raises(
@@ -172,7 +172,7 @@ def test_what_is_no_such_server_is_refused(fake: FakeServer, tmp_path: Path) -> 
     ):
         connect(fake.url, tmp_path)
     fake.odd = {"/server_info": b"<html>"}
-    with pytest.raises(ValueError, match=r"started with: .*; want JSON; got '<html>'"):
+    with pytest.raises(ValueError, match=r"started with: .*; GET /server_info.*: want JSON; got '<html>'"):
         connect(fake.url, tmp_path)
     fake.odd, fake.fail = {}, INIT
     with pytest.raises(ValueError, match=r"a server for this run's weights, started with: .* was answered with 500"):
@@ -180,9 +180,9 @@ def test_what_is_no_such_server_is_refused(fake: FakeServer, tmp_path: Path) -> 
 
 
 ODD = [
-    ({}, {"logprobs": None}, r"want an answer of vLLM 0.32 from vllm at .*; got \{'choices'"),
-    ({"/inference/v1/generate": [1]}, {}, r"want an answer of vLLM 0.32 from vllm at .*; got \[1\]"),
-    ({"/inference/v1/generate": b"busy"}, {}, "did not answer: want JSON; got 'busy'"),
+    ({}, {"logprobs": None}, r"want choices\[\d\].logprobs to be an object; got None"),
+    ({"/inference/v1/generate": [1]}, {}, r"want the answer to be an object; got \[1\]"),
+    ({"/inference/v1/generate": b"busy"}, {}, "request [02]: POST .*: want JSON; got 'busy'"),
 ]
 
 
@@ -213,7 +213,7 @@ def holding(fake: FakeServer, path: Path, *lengths: int) -> RolloutEngine:
 def break_by_a_refusal(fake: FakeServer, engine: RolloutEngine) -> None:
     """The server refuses the other prompt."""
     fake.odd = {"/inference/v1/generate": {"choices": []}}
-    with pytest.raises(RunFailed, match="want 2 responses"):
+    with pytest.raises(RunFailed, match=r"request \d: POST .*choices: want 2 with index \[0, 1\]; got \[\]"):
         ask(engine)
 
 

@@ -48,9 +48,9 @@ def test_answers_that_the_model_cannot_have_generated_are_refused(fake: FakeServ
             r"stop: want one of .* \[1\] .* got 7",
         ),
         ({"finish_reason": "length"}, "length: want 16 tokens without an end token .*; got 2"),
-        ({"token_ids": "51"}, "want logprobs of the tokens"),
-        ({"token_ids": None}, "want an answer of vLLM 0.32"),
-        ({"sampling_mask": [[2**70], [EOS]]}, "want an answer of vLLM 0.32"),
+        ({"token_ids": "51"}, r"want choices\[\d\].token_ids to be a list; got '51'"),
+        ({"token_ids": None}, r"want choices\[\d\].token_ids to be a list; got None"),
+        ({"sampling_mask": [[2**70], [EOS]]}, r"want choices\[\d\].sampling_mask to be lists of token ids; got"),
         ({"sampling_mask": [[48], [EOS]]}, "kept tokens: want ids from 0 to 47; got 1 to 48"),
     ]:
         fake.choice = choice

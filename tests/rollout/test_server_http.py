@@ -22,7 +22,7 @@ CAUSES = [
     (socket.gaierror(-2, "Name or service not known"), "Is the host in rollout.server_url right?"),
     (ConnectionRefusedError(errno.ECONNREFUSED, "refused"), f"It has ended, or nothing listens there. {RESTART}"),
     (http.client.RemoteDisconnected("closed"), f"It has ended, or nothing listens there. {RESTART}"),
-    (http.client.IncompleteRead(b""), f"It has ended, or nothing listens there. {RESTART}"),
+    (http.client.IncompleteRead(b""), f"Its answer was cut: it has ended, or its lengths are wrong. {RESTART}"),
     (http.client.BadStatusLine("\x15"), "Is it a server of vllm, and http rather than https?"),
     (ssl.SSLCertVerificationError(1, "self-signed"), "with a certificate that this machine trusts (SSL_CERT_FILE)?"),
     (PermissionError(errno.EACCES, "denied"), "Can this machine reach the host in rollout.server_url"),
