@@ -78,9 +78,19 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text)
 
 
+# USER:PASSWORD@HOST without a scheme. No mailto:, no digest of an image, no "pass:metric@8".
+_BARE = re.compile(
+    r"(?<![\w@./+-])(?!mailto:)[\w.+-]+:[^\s/:](?:[^\s/]*@|\S*@(?=[\w.-]+:\d))(?!sha\d+:)(?=\[|\w*[a-z]|\d+\.)"
+)
+
+
 def without_passwords(text: str) -> str:
-    """The text with *** in the place of what stands before the @ of an address: a user's name and password."""
-    return re.sub(r"(:/+)\S*@", r"\1***@", text)
+    """The text with *** in the place of what stands before the @ of an address: a user's name and password.
+
+    Without a scheme a `:` before the `@` tells such an address from an e-mail's, in which a password cannot be told
+    from a name. A password with a slash in it is found with a scheme, or where a port follows the host.
+    """
+    return _BARE.sub("***@", re.sub(r"(:/+)\S*@", r"\1***@", text))
 
 
 class _Formatter(logging.Formatter):

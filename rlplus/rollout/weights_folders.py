@@ -13,7 +13,8 @@ FILE = re.compile(r"model-\d{5}\.safetensors")  # the names that are written, an
 class WeightsFolders:
     """Folders of random names that begin with `prefix` in `place`: this user's, mode 0700. Links are not followed.
 
-    OSError where another user could rename a folder in `place`, and so give the server other weights.
+    OSError where another user could rename `place`, a folder above it or one in it, and so give the server other
+    weights.
     """
 
     def __init__(self, place: Path, prefix: str) -> None:
@@ -37,17 +38,28 @@ class WeightsFolders:
     def _place(self, make: bool = False) -> Path:
         """The folder behind all links, which others may change later."""
         if make:
-            self._given.mkdir(parents=True, exist_ok=True)
+            missing = [folder for folder in (self._given, *self._given.parents) if not folder.exists()]
+            for folder in reversed(missing):
+                folder.mkdir(0o755, exist_ok=True)  # no umask lets a group write
         place = self._given.resolve(strict=True)
-        found = place.stat()
-        if found.st_uid not in (0, os.geteuid()):
-            raise OSError(f"want rollout.weights_folder this user's or root's; {place} is that of user {found.st_uid}")
-        if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and not found.st_mode & stat.S_ISVTX:
-            raise OSError(
-                "want rollout.weights_folder one in which others cannot rename folders; more users may write to "
-                f"{place}: chmod +t keeps them from it, as in /tmp"
-            )
+        for folder in (place, *place.parents):
+            _check_keeper(folder)
         return place
+
+
+def _check_keeper(folder: Path) -> None:
+    """OSError where another user can rename what is in this folder."""
+    found = folder.stat()
+    if found.st_uid not in (0, os.geteuid()):
+        raise OSError(
+            f"want rollout.weights_folder, and all above it, this user's or root's; {folder} is that of user "
+            f"{found.st_uid}"
+        )
+    if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and not found.st_mode & stat.S_ISVTX:
+        raise OSError(
+            "want rollout.weights_folder, and all above it, such that others cannot rename folders; more users may "
+            f"write to {folder}: chmod +t keeps them from it, as in /tmp"
+        )
 
 
 def _own(folder: Path) -> bool:

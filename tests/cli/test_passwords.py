@@ -24,8 +24,28 @@ def test_what_stands_before_the_host_is_hidden(address: str) -> None:
     assert without_passwords(f"got {address}, no {address}") == f"got {shown}, no {shown}"
 
 
+@pytest.mark.parametrize(
+    ("address", "host"),
+    [
+        ("me:s3cr3t@host:8000", "host:8000"),
+        ("me.too+x:s3:cr3t@host.org/v1", "host.org/v1"),
+        ("me:s3@cr3t@10.0.0.1", "10.0.0.1"),
+        ("me:s3/cr3t@host:8000", "host:8000"),
+        ("me:s3cr3t@[::1]:80", "[::1]:80"),
+    ],
+)
+@pytest.mark.parametrize("around", ["{}", "got {}.", "rollout.server_url={}", "['{}', 1]", 'url: "{}"', "({}, x)"])
+def test_an_address_without_a_scheme_has_none(address: str, host: str, around: str) -> None:
+    assert without_passwords(around.format(address)) == around.format(f"***@{host}")
+
+
 def test_other_text_stays() -> None:
-    for text in ("http://host:8000/v1, mail me@host", "a@b", "http://host", "x: //"):
+    for text in (
+        *("http://host:8000/v1, mail me@host", "a@b", "http://host", "x: //", "error: me@host.org", "me@host:8000"),
+        *("git@github.com:org/repo.git", "mailto:me@host.org", "python:3.11@sha256:0123", "reg:5000/image@sha256:01"),
+        *("val:pass@8", "pass@1: 0.5", '{"a":"me@host"}', "/data/a:b/c@d", "model@ab12, step:5", "at 12:30 @ noon"),
+        *("File x.py:12: in f@g", "a::b@c", "key: value@host"),
+    ):
         assert without_passwords(text) == text
 
 

@@ -51,8 +51,16 @@ def test_one_process_per_machine_is_its_first(launched: pytest.MonkeyPatch) -> N
         ("LOCAL_RANK", "-1", "LOCAL_RANK a whole number from 0 on; got '-1'"),
         ("LOCAL_WORLD_SIZE", "0", "LOCAL_WORLD_SIZE a whole number from 1 on; got '0'"),
         ("MASTER_PORT", "http", "MASTER_PORT a whole number from 1 on; got 'http'"),
+        ("MASTER_PORT", "0", "MASTER_PORT a whole number from 1 on; got '0'"),
+        ("MASTER_PORT", "65536", "MASTER_PORT at most 65535; got 65536"),
+        ("MASTER_PORT", "9" * 5000, "MASTER_PORT a whole number from 1 on; got '999"),
         ("MASTER_PORT", None, "beside RANK=1; got no MASTER_PORT."),
         ("MASTER_ADDR", "", "beside RANK=1; got no MASTER_ADDR."),
+        ("MASTER_ADDR", " ", "beside RANK=1; got no MASTER_ADDR."),
+        ("MASTER_ADDR", "one two", "MASTER_ADDR a host's name or address; got 'one two'"),
+        ("MASTER_ADDR", "one\n", "MASTER_ADDR a host's name or address; got 'one\\n'"),
+        ("LOCAL_WORLD_SIZE", "2", "LOCAL_RANK beside LOCAL_WORLD_SIZE=2; got none"),
+        ("LOCAL_WORLD_SIZE", "4", "LOCAL_WORLD_SIZE at most WORLD_SIZE=2; got 4"),
     ],
 )
 def test_what_is_no_ranks_is_one_line_in_each_command_that_ranks_run(
@@ -84,6 +92,18 @@ def test_a_local_rank_is_below_its_machines(launched: pytest.MonkeyPatch) -> Non
     check_launcher()
     launched.setenv("LOCAL_WORLD_SIZE", "1")
     with pytest.raises(ValueError, match=re.escape("LOCAL_RANK below LOCAL_WORLD_SIZE=1; got 1")):
+        check_launcher()
+
+
+@pytest.mark.parametrize("name", OF_LAUNCHERS)
+def test_a_part_of_a_launcher_is_refused(name: str, launched: pytest.MonkeyPatch) -> None:
+    """Without RANK: this process would take another GPU than a run on its own does."""
+    for each in FOUR:
+        launched.delenv(each)
+    launched.setenv(name, "1" if name == "LOCAL_WORLD_SIZE" else "0")
+    check_launcher()
+    launched.setenv(name, "3")
+    with pytest.raises(ValueError, match=f"want the variable RANK of the launcher beside {name}=3; got none"):
         check_launcher()
 
 

@@ -114,25 +114,33 @@ def test_nothing_that_others_planted_is_followed_or_removed(
     assert [*(tmp_path / "shared").iterdir()] == ([there] if there.exists() else [])
 
 
+@pytest.mark.parametrize("above", [0, 1, 2])
 @pytest.mark.parametrize(
     ("mode", "owner", "message"),
     [
-        (0o777, None, r"more users may write to .*shared: chmod \+t"),
-        (0o770, None, r"more users may write to .*shared"),
-        (0o700, 65534, "shared is that of user 65534"),
+        (0o777, None, r"more users may write to {}: chmod \+t"),
+        (0o770, None, r"more users may write to {}: "),
+        (0o700, 65534, "; {} is that of user 65534"),
     ],
 )
 def test_a_place_in_which_others_can_rename_is_refused(
     fake: FakeSGLang,
-    engine: RolloutEngine,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     mode: int,
     owner: int | None,
     message: str,
+    above: int,
 ) -> None:
-    place = tmp_path / "shared"
-    place.mkdir(exist_ok=True)
+    """The folder itself and those above it: who can rename one of them can put another in its place."""
+    save(tiny_model(tied=False), tmp_path)
+    before = os.umask(0o002)  # as where each user has a group
+    try:
+        engine = connect(fake.url, tmp_path, weights_folder=str(tmp_path / "outer/inner/shared"))
+        engine.push_weights(tiny_model(tied=False).named_parameters(), 1)
+    finally:
+        os.umask(before)
+    place = [tmp_path / "outer/inner/shared", tmp_path / "outer/inner", tmp_path / "outer"][above]
     place.chmod(mode)
     stat = Path.stat
     if owner is not None:
@@ -140,7 +148,7 @@ def test_a_place_in_which_others_can_rename_is_refused(
         monkeypatch.setattr(
             Path, "stat", lambda path, **more: os.stat_result(values) if path == place else stat(path, **more)
         )
-    with pytest.raises(RunFailed, match=message):
+    with pytest.raises(RunFailed, match=message.format(re.escape(str(place)))):
         engine.push_weights(tiny_model(tied=False).named_parameters(), 2)
     assert fake.version == "1"
     if owner is None:
@@ -242,7 +250,7 @@ def test_a_server_that_is_not_exact_is_refused(
     ("odd", "message"),
     [
         ({"/server_info": (404, {"detail": "Not Found"})}, "404: .*Is it a server of SGLang 0.5"),
-        ({"/server_info": (200, {"vllm_config": {}})}, "tells nothing of 'skip_tokenizer_init'"),
+        ({"/server_info": (200, {"vllm_config": {}})}, "0.5; GET /server_info: want skip_tokenizer_init; got none"),
         ({"/server_info": (401, {"error": "Unauthorized"})}, "Is SGLANG_API_KEY that of the server"),
         ({"/metrics": (404, "")}, "GET /metrics was answered with 404"),
         (
@@ -315,9 +323,13 @@ def test_answers_that_are_not_this_runs(fake: FakeSGLang, engine: RolloutEngine)
         fake.odd["/generate"] = (200, [{"meta_info": meta | {"weight_versions": [{"version": "1"}]}}])
         with pytest.raises(RunFailed, match=f"sglang at {fake.url}.*{message}"):
             ask()
-    for answer in ([], [{"meta_info": {}}], {"error": "no"}):
+    for answer, message in [
+        ([], "want 1 responses; got 0"),
+        ([{"meta_info": {}}], r"want \[0\].meta_info.finish_reason; got none"),
+        ({"error": "no"}, "want the answer to be a list; got {'error': 'no'}"),
+    ]:
         fake.odd["/generate"] = (200, answer)
-        with pytest.raises(RunFailed, match=r"want (1 responses|an answer of SGLang 0.5) from sglang at"):
+        with pytest.raises(RunFailed, match=f"sglang at {fake.url}, request [012]: POST /generate: {message}"):
             ask()
 
 
