@@ -213,7 +213,68 @@ def test_no_setting_of_rlplus_is_taken_for_a_key() -> None:
     settings = json.loads((Path(__file__).parents[2] / "configs/schema.json").read_text())["$defs"]
     found = [name for part in settings.values() for name in part.get("properties", {})]
     assert len(found) > 150
-    assert [name for name in found if hidden_keys._NAMES.fullmatch(name)] == []
+    assert [name for name in found if hidden_keys.is_name(name)] == []
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("api_key", "API-KEY", "apikey", "openaiApiKey", "OPENAI_API_KEY", "wandb.api_key", "AWSSecretAccessKey"),
+        *("HUGGING_FACE_HUB_TOKEN", "github_token", "githubToken", "HFToken", "hf-token", "token", "accesstoken"),
+        *("password", "DB_PASSWORD", "dbPassword", "clientSecret", "credentials", "Authorization", "key", "passphrase"),
+        *("aws_secret_access_key", "privateKey", "ssh_key"),
+    ],
+)
+def test_a_name_of_a_key(name: str) -> None:
+    assert hidden_keys.is_name(name)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("pad_token", "eosToken", "additional_special_token", "image_token", "max_tokens", "tokens", "token_weight"),
+        *(
+            "key_prefix",
+            "keyword",
+            "prompt_key",
+            "keys",
+            "secretary",
+            "tokenizer",
+            "monkey",
+            "bos_token_id",
+            "eot_token",
+        ),
+    ],
+)
+def test_no_name_of_a_key(name: str) -> None:
+    assert not hidden_keys.is_name(name)
+
+
+SECRETS = ["abc123def", "x1y2z3-w4", "123456789"]
+
+
+@pytest.mark.parametrize("written", ["config.yaml", "run.json", "evaluation-test.json", "README.md"])
+def test_values_in_pairs_addresses_and_numbers(written: str) -> None:
+    """What is left is still YAML or JSON of the same form."""
+    config = {
+        "env": [f"WANDB_API_KEY={SECRETS[0]}", f"--hub-token='{SECRETS[1]}'", "PATH=/usr/bin", "HF_TOKEN=$HF_TOKEN"],
+        "account_key": int(SECRETS[2]),
+        "origin": f"https://host/x?access_token={SECRETS[0]}&page=123456",
+        "sort": "sorted(rows, key=lambda: 5), token=whatever",
+        "seeds": [7, 1234567890],
+        "clone": ["https://tok3n@host/x", "ssh://git@host/x"],
+        "prompt": "git the host",
+    }
+    text = json.dumps(config) if ".json" in written else yaml.safe_dump(config, width=1000)
+    found, count = hidden_keys.without_keys({written: text}, config)
+    assert count == 5
+    assert yaml.safe_load(found[written]) == config | {
+        "env": ["WANDB_API_KEY=(hidden)", "--hub-token='(hidden)'", "PATH=/usr/bin", "HF_TOKEN=$HF_TOKEN"],
+        "account_key": "(hidden)",
+        "origin": "https://host/x?access_token=(hidden)&page=123456",
+        "clone": ["https://(hidden)@host/x", "ssh://(hidden)@host/x"],
+    }
+    assert not [*hidden_keys.named_keys(yaml.safe_load(found[written]))]
 
 
 @pytest.mark.parametrize("place", ["refused", "cut", "https://hub.invalid", "offline"])
