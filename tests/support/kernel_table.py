@@ -152,7 +152,7 @@ def target_launches() -> Iterator[Launch]:
 
 
 def gemm_launches(arch: int) -> Iterator[Launch]:
-    """The tiles, and that of fp32; exponentials stored or not, all rows or those that are listed. H = 72 leaves a tail
+    """The tiles, also the one for fp32; exponentials stored or not, all rows or listed ones. H = 72 leaves a tail
     and is not a multiple of 16."""
     (plain, transformed), bf16, usual = TILES[arch // 10], torch.bfloat16, (4096, 128)
     for stores, which in product((False, True), (False, True)):
