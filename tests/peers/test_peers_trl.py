@@ -20,6 +20,7 @@ import trl_runs
 from trl.trainer import grpo_trainer, rloo_trainer, utils
 from trl_runs import check_same
 
+from rlplus.integrations import transformers
 from rlplus.integrations.trl import RLPlusGRPOTrainer, add_fused_lm_head, patch
 
 pytestmark = pytest.mark.peers
@@ -152,11 +153,38 @@ def test_under_autocast_the_logprobs_are_as_exact_as_the_hidden_states() -> None
 def test_a_patch_is_undone() -> None:
     with patch():
         assert grpo_trainer.add_fused_lm_head is rloo_trainer.add_fused_lm_head is add_fused_lm_head
-        patch().close()
-        assert grpo_trainer.add_fused_lm_head is add_fused_lm_head
+        patch().close()  # there is one patch at a time, whichever call's it is
+        assert grpo_trainer.add_fused_lm_head is rloo_trainer.add_fused_lm_head is utils.add_fused_lm_head
+        assert grpo_trainer.add_fused_lm_head is not add_fused_lm_head
     assert grpo_trainer.add_fused_lm_head is rloo_trainer.add_fused_lm_head is utils.add_fused_lm_head
     with pytest.raises(ValueError, match=r"want outputs among log_probs, entropy, is_top1, .*; got logits"):
         add_fused_lm_head(trl_runs.tiny_model(), outputs=("logits",))
+
+
+def test_ligers_layers_leave_the_head_to_us(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its kernels need a GPU: they are off. What Liger does to the model's forward pass when training starts is not."""
+    pytest.importorskip("liger_kernel")
+    heads = counted_calls(monkeypatch)
+    off = {"rope": False, "rms_norm": False, "swiglu": False}
+    with patch():
+        trainer = trl_runs.make_trainer(tmp_path, use_liger_kernel=True, liger_kernel_config=off, max_steps=1)
+        trainer.train()
+        assert len(heads) == 2, "one for each accumulated batch"
+        changes = {"liger_kernel_config": {"fused_linear_cross_entropy": True}}
+        with pytest.raises(ValueError, match="replaces the model's forward"):
+            trl_runs.make_trainer(tmp_path, use_liger_kernel=True, **changes)
+
+
+def counted_calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The number of rows of each call of our operation by a fused head."""
+    rows, real = list[int](), transformers.linear_logprob
+
+    def counted(hidden: Tensor, *arguments: Any, **options: Any) -> Any:
+        rows.append(len(hidden))
+        return real(hidden, *arguments, **options)
+
+    monkeypatch.setattr(transformers, "linear_logprob", counted)
+    return rows
 
 
 # ---- demonstrations
