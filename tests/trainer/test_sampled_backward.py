@@ -36,7 +36,7 @@ def test_runs_repeat_resume_and_stay_near_the_exact_one(tmp_path: Path) -> None:
     )
     assert 0 < off < 0.5 * moved  # Adam's first steps have the size of the rate, whatever the gradient's
     for row in metrics(one):
-        assert 0 < row["actor/backward_noise"] < 0.2
+        assert 0.003 < row["actor/backward_noise"] < 0.2
         assert row["actor/backward_elements"] > 1
         assert row["actor/backward_flat_rows"] == 0
     assert "actor/backward_noise" not in metrics(exact)[0]
