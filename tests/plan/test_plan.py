@@ -284,7 +284,7 @@ IN_BF16 = "train.deepspeed={data_types: {grad_accum_dtype: bf16}, communication_
 def test_a_sampled_backward_pass_has_no_accumulator_of_the_whole_weight():
     """12 tokens of each of 32,768 rows, 26,837 different ones; a quarter of the threshold leaves twice as many.
 
-    The input's gradient is a sum in fp32. If the weights' gradients are in fp32, too, the head has no accumulator beside them.
+    The input's gradient is a sum in fp32. Weights' gradients in fp32 have no accumulator beside them.
     """
     cluster, N, V, H = make_cluster(8, "a100-80g"), 32_768, 152_064, 3584
 

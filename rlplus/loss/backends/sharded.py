@@ -8,7 +8,7 @@ n H numbers. Three GEMMs. No rank has more of the head than its rows, nor logits
 Before, they exchange what their calls must have in common, and whether one has failed: no rank waits for another that
 raised an error before its first chunk.
 
-Scratch: as of the backend's own blocks of the vocabulary, a row of the rank that has the most.
+Scratch: the backend's bytes of a logit, for each row of the rank that has the most rows of the head.
 """
 
 from collections.abc import Iterator
