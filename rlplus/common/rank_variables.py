@@ -2,7 +2,7 @@
 
 import os
 
-# Of each the least value, which but for the port is the only one without the variable RANK.
+# The least value of each, which but for the port is the only one without the variable RANK.
 NUMBERS = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1, "MASTER_PORT": 1}
 MOST_PORT = 65535
 NEEDED = ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # beside RANK

@@ -7,7 +7,7 @@ from typing import Any
 
 HIDDEN = "(hidden)"
 SHORTEST = 6  # characters of a key; a shorter text may be any word of another text
-# Names of settings, in words with _ between them. Tokens but those of texts, such as pad_token and think_end_token.
+# Names of settings, with _ between words; no tokens of text, such as pad_token and think_end_token.
 _NAMES = re.compile(
     r"(.*_)?(secret|password|passwd|passphrase|credentials?|authorization"
     r"|(api|secret|access|private|signing|encryption|account|ssh|auth)_?key)|key"

@@ -14,7 +14,7 @@ _KINDS = {dict: "an object", list: "a list", str: "a text", int: "a whole number
 
 
 class BadAnswer(OSError):
-    """An answer in another form than that of a server of its kind."""
+    """An answer in a form that no server of its kind gives."""
 
 
 @dataclass(frozen=True)

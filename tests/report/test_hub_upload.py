@@ -255,7 +255,7 @@ SECRETS = ["abc123def", "x1y2z3-w4", "123456789"]
 
 @pytest.mark.parametrize("written", ["config.yaml", "run.json", "evaluation-test.json", "README.md"])
 def test_values_in_pairs_addresses_and_numbers(written: str) -> None:
-    """What is left is still YAML or JSON of the same form."""
+    """The result is still YAML or JSON of the same form."""
     config = {
         "env": [f"WANDB_API_KEY={SECRETS[0]}", f"--hub-token='{SECRETS[1]}'", "PATH=/usr/bin", "HF_TOKEN=$HF_TOKEN"],
         "account_key": int(SECRETS[2]),
