@@ -20,7 +20,7 @@ from rlplus.recipe import Batch
 from rlplus.rollout import Completion, RolloutEngine, RunFailed, Sampling, make_engine
 from rlplus.trainer import open_run
 
-ODD: list[Any] = [None, "x", [], {}, True, 7.5, [None], {"a": None}, 10**400]
+ODD: list[Any] = [None, "x", [], {}, True, 7.5, [None], {"a": None}, 10**400, False]
 GONE = object()
 Place = tuple[str | int, ...]
 # Words for a field in a line that speaks of its values; and members that no engine reads.
