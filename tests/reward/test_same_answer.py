@@ -5,19 +5,12 @@ from pathlib import Path
 
 import hypothesis.strategies as st
 import pytest
+from grader_kinds import GRADERS
 from hypothesis import assume, given, settings
 
-from rlplus.config import RewardConfig
-from rlplus.lazy import import_function
-from rlplus.reward.graders import make_grader
 from rlplus.reward.graders.unicode_latex import as_latex
 from rlplus.reward.graders.words import word_of
 
-KINDS = ("math_verify", "math_verify_box", "math_verify_strict", "oat")
-GRADERS = {
-    kind: make_grader(RewardConfig.model_validate({"kind": kind}).model_dump() | {"columns": []}, import_function)
-    for kind in KINDS
-}
 PAGE = (Path(__file__).parents[2] / "docs/data.md").read_text(encoding="utf-8")
 HEAD, *ROWS = [
     line.strip("| ").split(" | ")
@@ -52,6 +45,14 @@ SAME = [  # as models write it, and in LaTeX
     ("√{12}", r"\sqrt{12}"),
     ("√2/2", r"\frac{\sqrt{2}}{2}"),
     ("∛x", r"\sqrt[3]{x}"),
+    ("∜16", r"\sqrt[4]{16}"),
+    ("√(2(3))", r"\sqrt{2(3)}"),
+    ("√((x+1)(x+2))", r"\sqrt{(x+1)(x+2)}"),
+    ("√(1+√(2))", r"\sqrt{1+\sqrt{2}}"),
+    ("√√16", r"\sqrt{\sqrt{16}}"),
+    ("√½", r"\sqrt{\frac{1}{2}}"),
+    ("√π", r"\sqrt{\pi}"),
+    ("∛{√5}", r"\sqrt[3]{\sqrt{5}}"),
     ("x²+y²", "x^2+y^2"),
     ("10⁻³", "0.001"),
     ("2¹⁰", "2^{10}"),
@@ -111,7 +112,7 @@ def test_small_numbers_are_equal_where_their_first_digits_are(digits: int, power
 
 
 WORDS = ["east", "yes", "one", "Max", "even", "Tuesday", "True", r"\text{no}", r"\text{am}", "father-in-law", "Évian"]
-PRODUCTS = ["x", "xy", "abc", "mgh", "xyz", r"\pi", "infinity", "sinx", "2e", "x and y", "A", "ab", "5"]
+PRODUCTS = ["x", "xy", "abc", "mgh", "xyz", "abcd", "mnpq", r"\pi", "infinity", "sinx", "2e", "x and y", "A", "ab", "5"]
 
 
 def test_words_are_told_from_products() -> None:
@@ -128,6 +129,40 @@ def test_a_word_is_right_for_itself_alone(word: str, name: str) -> None:
     for form in (letters[::-1], rf"\text{{{letters[1:] + letters[0]}}}", f"{letters} x", "5", "x"):
         assert grade(f"It is \\boxed{{{form}}}", word, {})[:2] == (0.0, "ok"), form
     assert grade("It is a thing.", word, {})[0] == 0
+
+
+@pytest.mark.parametrize("name", GRADERS)
+@pytest.mark.parametrize(
+    "words",
+    ["now won own", "rat art tar", "Mac cam", "cat act", "god dog", "net ten", "bat tab", "saw was", "TFT FTT",
+     "TFFT FTFT", "BCD DCB", "XLIV XLVI", "MCMXC MCMCX", "dab bad", "stop pots", "sun uns", "oui iou"],
+)  # fmt: skip
+def test_letters_in_another_order_are_another_word(words: str, name: str) -> None:
+    """Also three letters, of which no list has all words, and rows of letters."""
+    for answer in words.split():
+        for other in words.split():
+            for form in (other, other.lower(), f"\\text{{{other}}}", f" {other}. "):
+                value = GRADERS[name](f"\\boxed{{{form}}}", answer, {})[0]
+                assert value == (other == answer), (form, answer)
+
+
+@pytest.mark.parametrize("name", GRADERS)
+@pytest.mark.parametrize("words", ["xy yx", "ab ba", "xyz zyx", "mgh hgm", "abc cba", "axy yxa"])
+def test_products_of_variables_may_be_in_any_order(words: str, name: str) -> None:
+    one, other = words.split()
+    assert GRADERS[name](f"\\boxed{{{one}}}", other, {})[:2] == (1.0, "ok")
+
+
+@pytest.mark.parametrize("name", GRADERS)
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [("the east", "east"), ("The East", "east"), (r"\text{the east}", "east"), ("a planet", "planet"),
+     ("an apple", "Apple"), ("the big dog", "Big dog."), (r"\text{No solution}", "no solution")],
+)  # fmt: skip
+def test_an_article_and_case_change_no_word(one: str, other: str, name: str) -> None:
+    for text, answer in ((one, other), (other, one)):
+        assert GRADERS[name](f"\\boxed{{{text}}}", answer, {})[:2] == (1.0, "ok")
+        assert GRADERS[name](r"\boxed{the west}", answer, {})[0] == 0
 
 
 def test_a_word_needs_no_box_where_the_grader_reads_other_answers() -> None:

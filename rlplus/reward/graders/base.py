@@ -9,26 +9,17 @@ Grader = Callable[[str, str, Mapping[str, Any]], Grade]  # (text, answer, the ro
 
 NO_BOX: Grade = (0.0, "no_box", "there is no closed box with an answer in it")
 
-_BOXES = ("\\boxed", "\\fbox")
+_BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
 _BRACE = re.compile("[{}]")
 
 
 def boxes(text: str) -> Iterator[tuple[int, int, str]]:
     r"""Start, end and content of every `\boxed{...}` and `\fbox{...}` whose braces match, in order; inner ones too."""
-    place, closing = 0, None
-    while True:
-        starts = [start for name in _BOXES if (start := text.find(name, place)) >= 0]
-        if not starts:
-            return
-        place = min(starts) + len(_BOXES[1])
-        opening = text.find("{", min(starts))
-        if opening < 0:
-            return
-        if text[min(starts) : opening].rstrip() not in _BOXES:
-            continue
+    closing = None
+    for found in _BOX.finditer(text):
         closing = _closing_braces(text) if closing is None else closing
-        if (end := closing.get(opening)) is not None:
-            yield min(starts), end + 1, text[opening + 1 : end].strip()
+        if (end := closing.get(found.end() - 1)) is not None:
+            yield found.start(), end + 1, text[found.end() : end].strip()
 
 
 def last_box(text: str) -> str | None:

@@ -12,13 +12,15 @@ from typing import Any, NamedTuple
 
 from .base import Grade, boxes
 
-_OPENING = r"(?:[\s*_$\"'`(\[{]|\\\(|\\\[|\\(?:text|textbf|textit|mathrm|mathbf)\s*\{|\\(?:bf|rm|it)\b\s*)*"
-_CLOSED = r"(?=\s*(?:[)\]}*_$\"'`.:,;!<]|\\\)|\\\]|$|\n))"  # follows a letter that could be a word
+# No repetition gives back what it took (*+, ++), so that a run of n blanks takes n steps, not n^4.
+_OPENING = r"(?:[\s*_$\"'`(\[{]|\\\(|\\\[|\\(?:text|textbf|textit|mathrm|mathbf)\s*+\{|\\(?:bf|rm|it)\b)*+"
+_CLOSED = r"(?=[^\S\n]*+(?:[)\]}*_$\"'`.:,;!<]|\\\)|\\\]|$|\n))"  # follows a letter that could be a word
 _CALLED = (
-    r"(?i:(?:\banswer\b|\b(?:correct|right|best|final)\s+(?:choice|option)\b)(?:[\s*_]+(?:choice|option|letter)\b)?"
-    r"(?:\s+(?:to|for|of)\b[^\n.:]{0,60}?)?"
-    r"[\s*_]*(?:\b(?:is|would be|should be|must be)\b)?(?:[\s,]+(?:therefore|thus|hence|clearly|likely|probably)\b,?)?)"
-    rf"(?:(?i:(?<=<answer)>)|[\s*_]*[:=]?){_OPENING}(?i:(?:option|choice)\b)?{_OPENING}"
+    r"(?i:(?:\banswer\b|\b(?:correct|right|best|final)\s++(?:choice|option)\b)"
+    r"(?:[\s*_]++(?:choice|option|letter)\b)?+(?:\s++(?:to|for|of)\b[^\n.:]{0,60}?)?"
+    r"[\s*_]*+(?:\b(?:is|would be|should be|must be)\b)?+"
+    r"(?:[\s,]*+\b(?:therefore|thus|hence|clearly|likely|probably)\b,?+)?+)"
+    rf"(?:(?i:(?<=<answer)>)|[\s*_]*+[:=]?+){_OPENING}(?i:(?:option|choice)\b)?+{_OPENING}"
 )
 
 
@@ -33,16 +35,16 @@ class _Signs(NamedTuple):
 def _signs(every: str, marked: str, behind_the_word: str) -> _Signs:
     return _Signs(
         re.compile(f"{_CALLED}(?:{behind_the_word})"),
-        re.compile(rf"{_OPENING}(?P<sign>{every})(?:\s*[)\].:](?!\w)|[\s*_$\"'`}}\]).]*$)"),
-        re.compile(rf"\(({marked})\)|\*\*({marked})\*\*|\b(?:[Oo]ption|[Cc]hoice)\s+\(?({marked})\b"),
+        re.compile(rf"{_OPENING}(?P<sign>{every})(?:\s*+[)\].:](?!\w)|[\s*_$\"'`}}\]).]*+$)"),
+        re.compile(rf"\(({marked})\)|\*\*({marked})\*\*|\b(?:[Oo]ption|[Cc]hoice)\s++\(?+({marked})\b"),
     )
 
 
-_CLEAR = r"(?![\w'’-])(?!\s*(?:[=+*/^>]|<(?!/)))"  # not the start of a word or a formula
+_CLEAR = r"(?![\w'’-])(?!\s*+(?:[=+*/^>]|<(?!/)))"  # not the start of a word or a formula
 _LETTERS = _signs(
     "[A-Ja-j]",
     "[A-J]",
-    rf"(?P<clear>[B-HJ]){_CLEAR}|(?P<upper>[AI])(?:{_CLOSED}|(?=\s+(?:because|since|as|and|which|with|is)\b))"
+    rf"(?P<clear>[B-HJ]){_CLEAR}|(?P<upper>[AI])(?:{_CLOSED}|(?=\s++(?:because|since|as|and|which|with|is)\b))"
     rf"|(?P<lower>[a-j]){_CLOSED}",
 )
 _DIGITS = _signs("[1-9]", "[1-9]", rf"(?P<clear>[1-9]){_CLEAR}(?![.,]\d)(?P<upper>)(?P<lower>)")

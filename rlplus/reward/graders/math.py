@@ -5,22 +5,24 @@ answer, and is cached for the next response with that box. Two whole numbers are
 Math-Verify normalises to the same text are equal: neither needs its parser.
 tests/reward/test_math_grading.py compares both.
 
-Three things are not Math-Verify's: characters that stand for LaTeX are read, words are compared as words, and small
-numbers by their digits.
+Five things are not Math-Verify's: characters that stand for LaTeX are read, words are compared as words, small numbers
+by their digits, what is too large to compute (bounds.py) as it is written, and 2(3) is 6.
 """
 
 import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache, lru_cache, partial
 from typing import Any
 
 from .base import NO_BOX, Grade, Grader, boxes, last_box
+from .bounds import too_large
 from .unicode_latex import as_latex
-from .words import is_prose, letters_of, stands_for_none, word_of
+from .words import is_prose, letters_of, reordered, same_words, stands_for_none, word_of
 
 _KEPT = 4096  # answers and verdicts
 _WHOLE = re.compile(r"(-?\d{1,9})(?:\.0+)?")
+_ONE_NUMBER = re.compile(r"\(?\d+\)?")  # as the parser gives its text: without spaces
 _READ_FIRST = re.compile("final answer", re.IGNORECASE)  # Math-Verify reads what follows it first, or too
 _PERCENT = re.compile("%|percent|pct", re.IGNORECASE)  # part of the number, if it follows the box
 _SMALL, _DIGITS = 1e-4, 5e-4  # numbers below this are compared by their share of the larger one
@@ -29,12 +31,13 @@ _FORMULA_MARKS = ("$", "[", "]", "\n", "\\(", "\\)")  # a formula could end ther
 
 @cache
 def load_math_verify() -> Any:
-    """The package, quiet and with a faster parser.
+    """The package, quiet and with a faster parser, which computes nothing.
 
     ANTLR's SLL prediction is tried first. It either builds the tree of LL prediction, the default, or reports an error
     (documentation of PredictionMode.SLL), and does without lookahead in full context, which no cache spares.
     """
     import math_verify
+    import sympy
     from antlr4 import PredictionMode
     from latex2sympy2_extended import latex2sympy2
 
@@ -48,10 +51,37 @@ def load_math_verify() -> Any:
                 self._interp.predictionMode = PredictionMode.LL
                 return super().math()
 
-    latex2sympy2.PSParser = TwoStageParser
+    class BoundedConverter(latex2sympy2._Latex2Sympy):
+        def parse(self, latex: str) -> Any:
+            _refuse(too_large(latex))
+            return super().parse(latex)
+
+        def convert_postfix_list(self, arr: Any, i: int = 0) -> Any:
+            texts = [part.getText() for part in arr[i : i + 2]]
+            if len(texts) == 2 and _ONE_NUMBER.fullmatch(texts[0]) and texts[1].startswith(("(", "\\left(")):
+                return self.mul_flat(self.convert_postfix(arr[i]), self.convert_postfix_list(arr, i + 1))
+            return super().convert_postfix_list(arr, i)  # there 2(3) is 2 and 3, as 2\frac{1}{2} is 2 and 1/2
+
+        def convert_binom(self, binom: Any) -> Any:
+            return sympy.binomial(*map(self.convert_expr, (binom.upper, binom.lower)), evaluate=False)
+
+        def handle_exp(self, func: Any) -> Any:
+            with sympy.evaluate(False):
+                return super().handle_exp(func)
+
+        def handle_gcd_lcm(self, f: str, args: Any) -> Any:
+            _refuse(next(filter(None, map(too_large, args)), None))
+            return super().handle_gcd_lcm(f, args)
+
+    latex2sympy2.PSParser, latex2sympy2._Latex2Sympy = TwoStageParser, BoundedConverter
     # math-verify's own timeouts are signals, swallowed as "not equal"; here the parent kills and counts instead.
     logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its timeouts are off
     return math_verify
+
+
+def _refuse(reason: str | None) -> None:
+    if reason:
+        raise ValueError(reason)
 
 
 def math_verify(*, box: bool = False, plain: bool = False) -> Grader:
@@ -67,8 +97,13 @@ def math_verify(*, box: bool = False, plain: bool = False) -> Grader:
             return 0.0, "bad_gold", f"the reference {answer!r} stands for a missing answer"
         if (word := word_of(alone)) is not None:
             return values.grade_word(text, word, only_box=only_box)
+        content = last_box(text) or ""
+        if reordered(content, alone):
+            return 0.0, "ok", "the letters of the answer in another order"
+        if same_words(content, alone):
+            return 1.0, "ok", ""
         value, status, detail = grade(text, answer)
-        if not value and status != "bad_gold" and is_prose(answer):  # equal texts are right all the same
+        if not value and status != "bad_gold" and is_prose(answer):
             return (
                 0.0,
                 "bad_gold",
@@ -88,7 +123,6 @@ class _Values:
 
         self._normalize, self._normalization = normalize_latex, math_verify.LatexExtractionConfig().normalization_config
         self._parse = partial(math_verify.parse, parsing_timeout=None)
-        self._library = math_verify
         self._only_boxes = [math_verify.LatexExtractionConfig(try_extract_without_anchor=False)]
         kept = lru_cache(maxsize=_KEPT)
         self._normal = kept(self._normal_of)
@@ -99,16 +133,16 @@ class _Values:
         """Math-Verify's verdict."""
         content = _only_box(text)
         verdict = self._box_verdict(content, answer) if content and answer else None
-        if verdict:
-            return 1.0, "ok", ""
+        if verdict and verdict[0]:
+            return verdict
         if not self._has_value(answer):
             return 0.0, "bad_gold", f"math-verify finds no answer in the reference {answer!r}"
         if verdict is not None:
-            return 0.0, "ok", ""
+            return verdict
         found = self._parse(text)
         if not found:
             return 0.0, "unparsed", "math-verify finds no answer in the text"
-        return float(self._verify(self._read_gold(answer), found)), "ok", ""
+        return same_value(self._read_gold(answer), found)
 
     def grade_box(self, text: str, answer: str, *, plain: bool) -> Grade:
         """Math-Verify's verdict on the last box alone; plain: wrong unless that is a plain value."""
@@ -142,35 +176,45 @@ class _Values:
     def _has_value(self, answer: str) -> bool:
         return bool(answer) and bool(_WHOLE.fullmatch(answer) or self._read_gold(answer))
 
-    def _judge_box(self, content: str, answer: str) -> bool | None:
+    def _judge_box(self, content: str, answer: str) -> Grade | None:
         """None if sympy cannot read the box, so that Math-Verify would read more of the text."""
         first, second = _WHOLE.fullmatch(content), _WHOLE.fullmatch(answer)
         if first and second:
-            return int(first[1]) == int(second[1])
+            return float(int(first[1]) == int(second[1])), "ok", ""
         if "\\boxed" not in answer and self._normal(content) and self._normal(content) == self._normal(answer):
-            return True
+            return 1.0, "ok", ""
         found = self._read_box(content)
         if not found or isinstance(found[0], str):
             return None
-        return bool(self._verify(self._read_gold(answer), found))
-
-    def _verify(self, gold: list[Any], found: list[Any]) -> bool:
-        """Whether Math-Verify takes the values for equal, and small numbers in them have the same first digits."""
-        return bool(self._library.verify(gold, found, timeout_seconds=None)) and same_digits(gold[0], found[0])
+        return same_value(self._read_gold(answer), found)
 
     def _judge_last_box(self, content: str, answer: str, plain: bool) -> Grade:
         gold, found = self._read_gold(answer), self._parse(f"\\boxed{{{content}}}", self._only_boxes)
         if not found:
             return 0.0, "unparsed", "math-verify cannot read the box"
-        if not self._verify(gold, found):
-            return 0.0, "ok", ""
+        verdict = same_value(gold, found)
+        if not verdict[0]:
+            return verdict
         from .plain_values import is_plain
 
         right = not plain or found[0] == gold[0] or isinstance(found[0], str) or is_plain(found[0])
         return float(right), "ok", "" if right else "right, but not a plain value"
 
 
-def same_digits(gold: Any, found: Any) -> bool:
+def same_value(gold: Sequence[Any], found: Sequence[Any]) -> Grade:
+    """Math-Verify's verdict on what it parsed; small numbers must have the same first digits.
+
+    What is too large to compute is right where it is written in the same way.
+    """
+    reason = too_large(found[0])
+    if reason or too_large(gold[0]):
+        right = bool(gold[0] == found[0])
+        return float(right), "unparsed" if reason and not right else "ok", "" if right else reason or ""
+    equal = load_math_verify().verify(list(gold), list(found), timeout_seconds=None)
+    return float(bool(equal) and _same_digits(gold[0], found[0])), "ok", ""
+
+
+def _same_digits(gold: Any, found: Any) -> bool:
     """Whether numbers below `_SMALL` in both values agree in their first digits: Math-Verify compares six decimals."""
     ours, theirs = sorted(_numbers(gold)), sorted(_numbers(found))
     if len(ours) != len(theirs):  # written in another way
@@ -179,10 +223,11 @@ def same_digits(gold: Any, found: Any) -> bool:
     return all(max(abs(a), abs(b)) >= _SMALL or abs(a - b) <= _DIGITS * max(abs(a), abs(b)) for a, b in pairs)
 
 
-def _numbers(value: Any) -> list[float]:
+def _numbers(value: Any) -> list[Any]:
     """The value if it is a number, else the numbers in it: in a set, a tuple or an equation."""
     if getattr(value, "is_number", False):
-        return [float(value)] if value.is_real and value.is_finite else []
+        number = value.evalf() if value.is_real and value.is_finite else None  # no float: 10^{-400} would be 0
+        return [number] if getattr(number, "is_Number", False) else []
     return [number for part in getattr(value, "args", ()) for number in _numbers(part)]
 
 

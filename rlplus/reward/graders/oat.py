@@ -10,12 +10,14 @@ their digits, and `5 \text{ or } 6` is not 5.
 import re
 from collections.abc import Mapping
 from functools import lru_cache
+from math import isnan
 from typing import Any
 
 from .base import NO_BOX, Grade, last_box
-from .math import load_math_verify, same_digits
+from .bounds import too_large
+from .math import load_math_verify, same_value
 from .unicode_latex import as_latex
-from .words import letters_of, stands_for_none, word_of
+from .words import letters_of, reordered, same_words, stands_for_none, word_of
 
 _UNITS = (
     "degree|deg|mile|mph|kmph|kmh|ft|foot|feet|inch|inche|yard|cm|mm|dm|km|kg|gm|lb|ounce|meter|metre|centimeter|liter|litre|"
@@ -34,7 +36,7 @@ _SYMBOLS = {
 _CONJUNCTION = re.compile(
     r"\\text\{(?:\s*(?:or|and)\s*\}|[^{}]*\}(?=\s*[-+]?\s*(?:\d|\\d?frac|\\sqrt|\\pi)))", re.IGNORECASE
 )
-_HARD = re.compile(r"\^[{(]|\^[0-9]+\^|\^[0-9][0-9]+")  # powers on which sympy may hang
+_HARD = re.compile(r"\^[{(]|\^[0-9]+\^|\^[0-9][0-9]+|\*\*|!")  # powers and factorials on which sympy may hang
 _MOST_LETTERS = 2  # also: no Python names reach sympy, whose parser evaluates what it reads
 
 
@@ -57,7 +59,14 @@ def equal(given: str, gold: str) -> bool:
     given, gold = (_CONJUNCTION.sub(" , ", as_latex(text)) for text in (given, gold))
     if (word := word_of(gold)) is not None:
         return letters_of(given) == word
-    return _math_form(given) == _math_form(gold) or _prm_equal(given, gold) or _math_verify_equal(given, gold)
+    if reordered(given, gold):
+        return False
+    return (
+        same_words(given, gold)
+        or _math_form(given) == _math_form(gold)
+        or _prm_equal(given, gold)
+        or _math_verify_equal(given, gold)
+    )
 
 
 def _math_form(text: str) -> str:
@@ -135,11 +144,12 @@ def _sympy_equal(given: str, gold: str) -> bool:
 
     difference = f"({gold})-({given})"
     letters = {c for c in difference.replace("sqrt", "").replace("frac", "") if c.isalpha()}
-    if len(letters) > _MOST_LETTERS or _HARD.search(difference):
+    if len(letters) > _MOST_LETTERS or _HARD.search(difference) or too_large(difference):
         return False
     rules = (*standard_transformations, implicit_multiplication_application)
     try:
-        return bool(simplify(parse_expr(difference.replace("^", "**"), transformations=rules)) == 0)
+        expression = parse_expr(difference.replace("^", "**"), transformations=rules, evaluate=False)
+        return too_large(expression) is None and bool(simplify(expression.doit()) == 0)
     except Exception:  # an expression that sympy cannot read is not equal
         return False
 
@@ -153,8 +163,7 @@ def _math_verify_equal(given: str, gold: str) -> bool:
         return list(library.parse(text, targets, "no_fallback", "first_match", parsing_timeout=None))
 
     theirs, ours = read(gold), read(given)
-    equal = bool(library.verify(theirs, ours, timeout_seconds=None))
-    return equal and same_digits(theirs[0], ours[0])
+    return bool(theirs and ours and same_value(theirs, ours)[0])
 
 
 def _plain_text(latex: str) -> str:
@@ -188,9 +197,10 @@ def _without_commas(text: str) -> str:
 
 def _number(text: str) -> float | None:
     try:
-        return float(text)
+        number = float(text)
     except ValueError:
         return None
+    return None if isnan(number) else number
 
 
 def _is_whole(number: float) -> bool:

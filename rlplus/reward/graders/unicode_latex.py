@@ -20,8 +20,10 @@ _SPACE = "[\u00a0\u2000-\u200a\u202f\u205f\u3000]"
 _RAISED, _LOWERED = "⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻ⁿ", "₀₁₂₃₄₅₆₇₈₉"
 _DIGITS = str.maketrans(_RAISED + _LOWERED, "0123456789+-n0123456789")
 _FRACTIONS = "[¼½¾⅐-⅞]"
-_ROOTS = {"√": r"\sqrt", "∛": r"\sqrt[3]"}
-_ROOT = r"([√∛])\s*(?:\(([^()]*)\)|\{([^{}]*)\}|(\d+(?:\.\d+)?|[A-Za-z]))"
+_ROOTS = {"√": r"\sqrt", "∛": r"\sqrt[3]", "∜": r"\sqrt[4]"}
+_ROOT = re.compile("[√∛∜] *")
+_UNDER = re.compile(r"\d+(?:\.\d+)?|[A-Za-z]|\\[A-Za-z]+")  # what a root is taken of, where it has no brackets
+_BRACKETS = re.compile("[(){}]")
 # 1.6e-19, which Math-Verify reads as 1.6 e - 19
 _SCIENTIFIC = re.compile(r"(?<![\w.\\])(\d+(?:\.\d+)?)[eE]([-+]?\d+)(?![\w.])")
 
@@ -35,10 +37,48 @@ def as_latex(text: str) -> str:
         text = re.sub(f"[{_LOWERED}]+", lambda found: f"_{{{found[0].translate(_DIGITS)}}}", text)
         text = re.sub(_FRACTIONS, _fraction, text)
         text = text.translate(_SINGLE)
-        text = re.sub(_ROOT, lambda found: f"{_ROOTS[found[1]]}{{{found[2] or found[3] or found[4]}}}", text)
+        text = _with_roots(text)
     return _SCIENTIFIC.sub(r"\1 \\times 10^{\2}", text)
 
 
 def _fraction(found: re.Match[str]) -> str:
     above, _, below = unicodedata.normalize("NFKC", found[0]).partition("⁄")
     return rf"\frac{{{above}}}{{{below}}}"
+
+
+def _with_roots(text: str) -> str:
+    r"""`\sqrt{...}` for the signs of roots: of what is in brackets, one number, letter or command, or another root."""
+    closing, parts = _closing(text), list(text)
+    ends: dict[int, int] = {}  # where the part that begins with a root ends
+    for sign in reversed(list(_ROOT.finditer(text))):
+        start, name = sign.end(), _ROOTS[sign[0][0]]
+        bracketed = closing.get(start)
+        if bracketed is not None:
+            parts[start], parts[bracketed], end = "{", "}", bracketed + 1
+        elif (end := ends.get(start, 0) or _end_of_one(text, start, closing)) > start:
+            parts[start] = "{" + parts[start]
+            parts[end - 1] += "}"
+        else:
+            continue
+        parts[sign.start()], ends[sign.start()] = name, end
+    return "".join(parts)
+
+
+def _end_of_one(text: str, start: int, closing: dict[int, int]) -> int:
+    """The end of the number, letter or command that begins there, with the command's groups; `start` without one."""
+    found = _UNDER.match(text, start)
+    end = start if found is None else found.end()
+    while found is not None and found[0][0] == "\\" and text[end : end + 1] == "{" and end in closing:
+        end = closing[end] + 1
+    return end
+
+
+def _closing(text: str) -> dict[int, int]:
+    """The place of the bracket that closes each opening one; a bracket of another kind in between closes none."""
+    opened, closing = list[int](), dict[int, int]()
+    for bracket in _BRACKETS.finditer(text):
+        if bracket[0] in "({":
+            opened.append(bracket.start())
+        elif opened and text[opened[-1]] + bracket[0] in ("()", "{}"):
+            closing[opened.pop()] = bracket.start()
+    return closing

@@ -4,14 +4,19 @@ import re
 
 _COMMAND = re.compile(r"\\(?:text(?:bf|it|rm|sf|tt)?|math(?:rm|bf|it|sf|tt)|operatorname|mbox|bf|rm)\b\s*")
 _LETTERS = re.compile(r"[^\W\d_]+(?:[-'’][^\W\d_]+)*")
+_ARTICLE = re.compile(r"^(?:the|an|a)\s+(?=[^\W\d_]{2})", re.IGNORECASE)
 _SHORT = frozenset(
     {"yes", "no", "one", "two", "six", "ten", "odd", "all", "any", "day", "red", "man", "boy", "cat", "dog"}
+    | {"on", "up", "us", "add", "bad", "bay", "cab", "dab", "dad"}
 )
+# Letters of algebra, and none of these with a vowel: products, such as axy and mgh.
+_ALGEBRA = re.compile(r"[a-dx-z]+|[b-df-hj-np-tv-z]+")
 # Names of mathematics, which Math-Verify knows: with no backslash, too.
 _NAMES = re.compile(
     r"infinity|infty|alpha|beta|gamma|delta|theta|lambda|sigma|omega|(?:arc)?(?:sin|cos|tan|cot|sec|csc|log|ln|exp)h?[a-z]?"
 )
 _LONG = 4  # letters that are a word; fewer may be a product, such as abc
+_ORDERED = 3  # letters whose order counts where they may be a word: "won" is not "now", though xy is yx
 # Two words or more and punctuation, as in "see the book".
 _PROSE = re.compile(r"[^\W\d_]+(?:[\s,;:.?!'\"()-]+[^\W\d_]+)+[\s.?!)]*")
 _WORD = re.compile(r"[^\W\d_]{2,}")
@@ -40,11 +45,25 @@ def word_of(answer: str) -> str | None:
     letters = letters_of(answer)
     if letters is None or _NAMES.fullmatch(letters):
         return None
-    long = len(letters) >= _LONG or (len(letters) > 1 and "\\" in answer)
+    long = (len(letters) >= _LONG and not _ALGEBRA.fullmatch(letters)) or (len(letters) > 1 and "\\" in answer)
     name = len(letters) > 2 and _bare(answer).istitle()
     return letters if long or name or letters in _SHORT else None
 
 
+def reordered(given: str, answer: str) -> bool:
+    """Whether these are the letters of the answer in another order, and the answer may be a word: "won" for "now"."""
+    ours, theirs = letters_of(given), letters_of(answer)
+    if ours is None or theirs is None or ours == theirs or len(theirs) < _ORDERED or sorted(ours) != sorted(theirs):
+        return False
+    return len(theirs) > _ORDERED or not _ALGEBRA.fullmatch(_bare(answer))
+
+
+def same_words(given: str, answer: str) -> bool:
+    """Whether both are the same word of three letters or more, or the same words, but for case and an article."""
+    ours, theirs = (_bare(text).casefold().split() for text in (given, answer))
+    return ours == theirs and (is_prose(_bare(answer)) or len(letters_of(answer) or "") >= _ORDERED)
+
+
 def _bare(text: str) -> str:
-    """The text without commands that set words, braces, quotes, dollars and a full stop."""
-    return _COMMAND.sub("", text).strip(" \t\n{}$\"'`.*")
+    """The text without commands that set words, braces, quotes, dollars, a full stop and an article before it."""
+    return _ARTICLE.sub("", _COMMAND.sub("", text).strip(" \t\n{}$\"'`.*"), count=1)
