@@ -5,44 +5,69 @@ from typing import Any
 
 from rlplus.data.row_files import Row, get_column
 
-NAMES = ("choices", "options", "endings")
+NAMES = ("choices", "options", "endings", "answers", "question.choices")
+_LABELS, _TEXTS = ("label", "labels", "key", "id"), ("text", "texts", "value", "content")  # in dicts
+
+Choices = dict[str, str]  # the texts by their labels
 
 
 def hidden_choices(rows: Sequence[Row], prompt: str, answer: str) -> str | None:
     """The problem of rows whose answers are places or letters of choices that the prompts do not show; None if none.
 
-    prompt, answer: names of these columns. An answer that is a place is a problem in any case: prompts show letters.
+    prompt, answer: names of these columns. Rows whose choices cannot be read count for nothing; of the others most must
+    have such an answer. An answer that is a place is a problem in any case: prompts show letters.
     """
-    found = next((name for name in NAMES if rows and all(_texts(row.get(name)) for row in rows)), None)
-    if found is None:
+    name = max(NAMES, key=lambda column: sum(len(_choices(_value(row, column))) > 1 for row in rows), default="")
+    known = [(row, choices) for row in rows if len(choices := _choices(_value(row, name))) > 1 and name != answer]
+    pointing = [(row, choices, place) for row, choices in known if (place := _points(row, choices, answer)) is not None]
+    hidden = sum(any(text not in str(_value(row, prompt)) for text in choices.values()) for row, choices, _ in pointing)
+    places = sum(place for *_, place in pointing)
+    if 2 * len(pointing) <= len(known) or not (hidden or places):
         return None
-    pointing = hidden = places = 0
-    for row in rows:
-        texts, labels, given = _texts(row[found]), _labels(row[found]), _value(row, answer)
-        place = isinstance(given, int | str) and str(given).strip().isdigit() and int(given) <= len(texts)
-        place = place and str(given).strip() not in texts
-        pointing += place or (isinstance(given, str) and given.strip() in labels)
-        places += place
-        hidden += not all(text in str(_value(row, prompt)) for text in texts)
-    if pointing < len(rows) or not (hidden or places):
-        return None
-    count = f"{hidden} of {len(rows)} prompts looked at do not show them" if hidden else "prompts show letters"
+    count = f"{hidden} of {len(pointing)} prompts there do not show them" if hidden else "prompts show letters"
+    row, choices, _ = pointing[0]
     return (
-        f"the answers in {answer!r} point at {found!r}, and {count}: want prompts with the choices and their letters, "
-        f"and the letter as the answer; got {_value(rows[0], answer)!r} of {str(_texts(rows[0][found]))[:80]}"
+        f"the answers in {answer!r} point at {name!r} in {len(pointing)} of {len(rows)} rows looked at, and {count}: "
+        "want prompts with the choices and their letters, and the letter as the answer; got "
+        f"{_value(row, answer)!r} of {str(list(choices.values()))[:80]}"
     )
 
 
-def _texts(value: Any) -> list[str]:
-    """Texts of a list, or of ARC's {"text": [...], "label": [...]}; none for anything else."""
-    value = value.get("text") if isinstance(value, dict) else value
-    whole = isinstance(value, list) and len(value) > 1 and all(isinstance(text, str) for text in value)
-    return value if whole else []
+def _points(row: Row, choices: Choices, answer: str) -> bool | None:
+    """Whether the answer is the place of a choice (True) or its label (False); None if it is neither, or a text."""
+    value = _value(row, answer)
+    value = value[0] if isinstance(value, list) and len(value) == 1 else value
+    value = int(value) if isinstance(value, float) and value.is_integer() else value
+    if isinstance(value, bool) or not isinstance(value, int | str) or (given := str(value).strip()) in choices.values():
+        return None
+    if given in choices:
+        return False
+    return True if given.isdecimal() and len(given) < 4 and int(given) <= len(choices) else None
 
 
-def _labels(value: Any) -> list[str]:
-    named = value.get("label") if isinstance(value, dict) else None
-    return [str(label) for label in named] if isinstance(named, list) else list("ABCDEFGHIJ"[: len(_texts(value))])
+def _choices(value: Any) -> Choices:
+    """The choices of a row as data sets have them: a list of texts or numbers, or of dicts, or a dict; {} of no such.
+
+    Dicts are ARC's {"text": [...], "label": [...]}, {"text": ..., "label": ...} in a list, and {"A": ..., "B": ...}.
+    """
+    if isinstance(value, list) and value and all(isinstance(each, dict) for each in value):
+        texts, labels = ([_named(each, names) for each in value] for names in (_TEXTS, _LABELS))
+    elif isinstance(value, dict):
+        texts, labels = _named(value, _TEXTS), _named(value, _LABELS)
+        if texts is None and all(len(str(key)) == 1 for key in value):
+            named = {key: text for key, text in value.items() if text is not None}  # Parquet has every row's letters
+            texts, labels = list(named.values()), list(named)
+    else:
+        texts, labels = value, None
+    if not isinstance(texts, list) or not all(isinstance(text, str | int | float) for text in texts):
+        return {}
+    if not isinstance(labels, list) or len(labels) != len(texts) or None in labels:
+        labels = list("ABCDEFGHIJKLMNOPQRSTUVWXYZ"[: len(texts)])
+    return {str(label): str(text) for label, text in zip(labels, texts, strict=False)}
+
+
+def _named(value: Row, names: Sequence[str]) -> Any:
+    return next((value[name] for name in names if name in value), None)
 
 
 def _value(row: Row, column: str) -> Any:

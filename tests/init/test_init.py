@@ -205,7 +205,9 @@ def test_answers_that_point_at_choices_are_refused(
     if not hidden:
         start(model, path, cluster)
         return
-    with pytest.raises(ValueError, match=r"the answers in 'answer' point at '(choices|options)', and .*: want prompts"):
+    with pytest.raises(
+        ValueError, match=r"the answers in 'answer' point at '(choices|options)' in 4 of 4 rows .* prompts"
+    ):
         start(model, path, cluster)
     (elsewhere := tmp_path / "questions").mkdir()
     config = start(model, questions(elsewhere), cluster).config
