@@ -11,11 +11,11 @@ from head_cases import EVERYTHING, absolute_sums, closed, run, tensors, to
 from torch import Tensor
 
 from rlplus import Objective, linear_logprob, linear_policy_loss
-from rlplus.loss.backends import cpp
+from rlplus.loss.backends import cpp, native
 from rlplus.loss.backends.selection import choose
 from rlplus.loss.head import Head
 
-pytestmark = pytest.mark.skipif(cpp.load() is None, reason="rlplus/_C.so is not built")
+pytestmark = pytest.mark.skipif(native.load() is None, reason="rlplus/_C.so is not built")
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 EPS = {dtype: torch.finfo(dtype).eps for dtype in (FP32, BF16, FP16)}
 EVERY_DTYPE = pytest.mark.parametrize("dtype", [FP32, BF16, FP16], ids=str)
@@ -115,26 +115,24 @@ def test_strided_inputs_and_temperature(dtype: torch.dtype) -> None:
 
 
 def test_without_torchs_bf16_gemm_bf16_inputs_are_widened(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpp, "_torch_gemm", lambda: None)
+    monkeypatch.setattr(native, "torch_gemm", lambda: None)
     head, constants = sample(19, dtype=BF16)
     got = run(head, constants, EVERYTHING, backend="cpp")
     check(got, head, constants, EVERYTHING)
 
 
 @pytest.mark.filterwarnings("ignore:TF32 acceleration")
-@pytest.mark.parametrize("memory", ["fast", "least"])
-def test_a_bf16_gemm_that_is_switched_off_is_not_called(memory: str) -> None:
+def test_a_bf16_gemm_that_is_switched_off_is_not_called() -> None:
     """torch's would throw where nothing can catch it, and end the process."""
     head, constants = sample(19, dtype=BF16)
     with torch.backends.mkldnn.flags(enabled=False):
-        got = run(head, constants, EVERYTHING, backend="cpp", memory=memory)
+        got = run(head, constants, EVERYTHING, backend="cpp")
     check(got, head, constants, EVERYTHING)
 
 
-@pytest.mark.parametrize("memory", ["fast", "least"])
 @pytest.mark.parametrize(("n", "V", "H"), [(70, 4099, 24), (40, 65, 8), (33, 31, 2), (9, 20, 8), (3, 1, 2)])
 def test_a_bf16_gemm_may_read_past_the_rows(
-    n: int, V: int, H: int, memory: str, monkeypatch: pytest.MonkeyPatch
+    n: int, V: int, H: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The memory of the logits, which their narrower gradient leaves half free, holds bits that can be NaN."""
     use_amx(monkeypatch)
@@ -144,7 +142,7 @@ def test_a_bf16_gemm_may_read_past_the_rows(
     off = (constants["token_weight"] == 0) & (constants["entropy_weight"] == 0)
     dirty = head | {"hidden": head["hidden"].masked_fill(off[:, None], math.nan)}
     for rows in (n, 4):
-        options = {"backend": "cpp", "max_scratch_mb": megabytes(rows, V), "memory": memory}
+        options = {"backend": "cpp", "max_scratch_mb": megabytes(rows, V)}
         want, got = run(head, constants, EVERYTHING, **options), run(dirty, constants, EVERYTHING, **options)
         check(want, head, constants, EVERYTHING)
         for name in ("loss", "dhidden", "dweight", "dbias"):
@@ -269,7 +267,7 @@ def test_a_chunk_has_as_many_rows_as_its_gemms_want(
 ) -> None:
     """Every GEMM over a chunk packs the whole weight."""
     rows: list[int] = []
-    original = cpp.fill_logits
+    original = native.fill_logits
 
     def counted(head: Head, gemm: Any, z: Tensor) -> Tensor:
         rows.append(len(z))
@@ -332,11 +330,11 @@ def test_auto_takes_it_for_what_it_can_take() -> None:
 
 
 def test_where_it_is_not_built(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
-    monkeypatch.setattr(cpp, "LIBRARY", tmp_path / "_C.so")
-    cpp.load.cache_clear()
+    monkeypatch.setattr(native, "LIBRARY", tmp_path / "_C.so")
+    native.load.cache_clear()
     try:
         assert choose("auto", CPU, FP32) == ("torch", "'cpp' is not built, or does not load")
         with pytest.raises(ValueError, match=r"want backend 'cpp' built: .*_C.so.*RLPLUS_EXT=1 pip install"):
             choose("cpp", CPU, FP32)
     finally:
-        cpp.load.cache_clear()
+        native.load.cache_clear()

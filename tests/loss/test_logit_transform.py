@@ -17,7 +17,7 @@ from rlplus import Objective, RLPlusLoss, linear_logprob, linear_policy_loss
 from rlplus.config import ModelConfig
 from rlplus.data import byte_tokenizer
 from rlplus.learner.pretrained import load_model
-from rlplus.loss.backends import cpp
+from rlplus.loss.backends import native
 from rlplus.loss.head import Head
 from rlplus.recipe import set_advantages
 from rlplus.trainer import open_run
@@ -28,11 +28,10 @@ EACH = [
     pytest.param({"logit_scale": 3.0, "logit_softcap": 4.0}, id="both"),
 ]
 TRANSFORMS = pytest.mark.parametrize("transform", EACH)
-NATIVE = pytest.mark.skipif(cpp.load() is None, reason="rlplus/_C.so is not built")
+NATIVE = pytest.mark.skipif(native.load() is None, reason="rlplus/_C.so is not built")
 CUDA = torch.cuda.is_available()
 BACKENDS = ["torch", pytest.param("cpp", marks=NATIVE), "triton"]
 FAST = pytest.mark.parametrize("backend", BACKENDS)
-MEMORY = pytest.mark.parametrize("memory", ["fast", "least"])
 
 
 def put(backend: str, values: dict[str, Any]) -> dict[str, Any]:
@@ -48,10 +47,8 @@ def put(backend: str, values: dict[str, Any]) -> dict[str, Any]:
         ("reference", {}),
         ("torch", {}),
         ("torch", {"max_scratch_mb": 3 * 16 * 23e-6}),
-        ("torch", {"memory": "least"}),
-        ("torch", {"memory": "least", "max_scratch_mb": 23 * 24 * 7e-6}),
     ],
-    ids=["reference", "torch", "torch, chunks", "least", "least, blocks"],
+    ids=["reference", "torch", "torch, chunks"],
 )
 def test_matches_the_closed_form_in_fp64(backend: str, options: dict[str, Any], transform: dict[str, float]) -> None:
     head, constants = sample(23)
@@ -60,17 +57,17 @@ def test_matches_the_closed_form_in_fp64(backend: str, options: dict[str, Any], 
 
 
 @pytest.mark.parametrize(
-    ("backend", "memory", "transform", "dtype"),
-    pairs(BACKENDS, ["fast", "least"], EACH, [torch.float32, torch.bfloat16, torch.float16]),
+    ("backend", "transform", "dtype"),
+    pairs(BACKENDS, EACH, [torch.float32, torch.bfloat16, torch.float16]),
     ids=str,
 )
 def test_low_precision_inputs_keep_the_errors_of_fp32(
-    backend: str, memory: str, transform: dict[str, float], dtype: torch.dtype
+    backend: str, transform: dict[str, float], dtype: torch.dtype
 ) -> None:
     head, constants = sample(23, V=61, dtype=dtype)
     got = run(
         put(backend, head), put(backend, constants), EVERYTHING,
-        temperature=0.7, backend=backend, memory=memory, max_scratch_mb=61 * 12 * 9e-6, **transform,
+        temperature=0.7, backend=backend, max_scratch_mb=61 * 12 * 9e-6, **transform,
     )  # fmt: skip
     got = {k: v.cpu() if isinstance(v, Tensor) else v for k, v in got.items()}
     rounds = (backend == "cpp" and dtype == torch.bfloat16) or (backend == "triton" and CUDA)
@@ -95,9 +92,8 @@ def test_logprob_and_entropy_are_differentiable(backend: str, transform: dict[st
         torch.testing.assert_close(a.detach().cpu().double(), b.detach(), rtol=1e-4, atol=1e-5)
 
 
-@MEMORY
 @FAST
-def test_the_gradient_of_saturated_logits_keeps_its_digits(backend: str, memory: str) -> None:
+def test_the_gradient_of_saturated_logits_keeps_its_digits(backend: str) -> None:
     """1 - tanh^2 of 12 is 1.5e-10; in fp32 the difference would be 0."""
     logits = torch.cat([torch.linspace(-40, 40, 81), torch.tensor([0.0, 1e-3, 60.0, -60.0])])
     head = {"hidden": torch.ones(2, 1), "weight": logits[:, None], "bias": torch.zeros(len(logits))}
@@ -109,7 +105,7 @@ def test_the_gradient_of_saturated_logits_keeps_its_digits(backend: str, memory:
     }
     wide = {k: v.double() if v.is_floating_point() else v for k, v in head.items()}
     options = {"logit_scale": 0.5, "logit_softcap": 1.5}
-    got = run(put(backend, head), put(backend, constants), Objective(), backend=backend, memory=memory, **options)
+    got = run(put(backend, head), put(backend, constants), Objective(), backend=backend, **options)
     bias = wide["bias"].requires_grad_()
     x = 0.5 * (wide["hidden"] @ wide["weight"].T + bias)
     z = 1.5 * (x / 1.5).tanh()
@@ -129,7 +125,7 @@ def test_the_kernels_tanh_is_exact_to_a_few_units_in_the_last_place(kernel: str,
         device = "cuda" if CUDA else "cpu"
         got = begun(x.to(device), 1, target.to(device), None, 1.0, cap)[:, REFERENCE].cpu()
     else:
-        got = cpp.row_statistics(x, Head(x, x, None, target, 1.0, cap), None)[:, 0]
+        got = native.row_statistics(x, Head(x, x, None, target, 1.0, cap), None)[:, 0]
     want = cap * (x.squeeze(1).double() / cap).tanh()
     assert ((got - want).abs() / want.abs()).max() < 4 * torch.finfo(torch.float32).eps
 
@@ -142,13 +138,12 @@ def test_a_scale_is_a_temperature(backend: str) -> None:
     assert all(torch.equal(a, b) for a, b in zip(tensors(scaled).values(), tensors(want).values(), strict=True))
 
 
-@MEMORY
 @FAST
-def test_infinite_logits_are_finite_behind_a_softcap(backend: str, memory: str) -> None:
+def test_infinite_logits_are_finite_behind_a_softcap(backend: str) -> None:
     head, constants = sample(5, dtype=torch.float32)
     head["bias"][[2, 9]] = torch.tensor([-torch.inf, torch.inf])
     options = {"backend": backend, "logit_softcap": 2.0}
-    got = run(put(backend, head), put(backend, constants), Objective(), memory=memory, **options)
+    got = run(put(backend, head), put(backend, constants), Objective(), **options)
     far = head | {"bias": head["bias"].nan_to_num(posinf=1e6, neginf=-1e6)}
     want = closed(far, constants, Objective(), logit_softcap=2.0)
     for name, value in tensors(got).items():

@@ -15,10 +15,10 @@ from torch.utils.checkpoint import checkpoint
 
 from rlplus import Objective, RLPlusLoss, linear_logprob, linear_policy_loss
 from rlplus.loss import sampled_library
-from rlplus.loss.backends import cpp
+from rlplus.loss.backends import native
 from rlplus.loss.backends.sampled import MOST
 
-CPP = pytest.param("cpp", marks=pytest.mark.skipif(cpp.load() is None, reason="rlplus/_C.so is not built"))
+CPP = pytest.param("cpp", marks=pytest.mark.skipif(native.load() is None, reason="rlplus/_C.so is not built"))
 DEVICE = {"triton": "cuda" if torch.cuda.is_available() else "cpu"}
 EVERY = pytest.mark.parametrize("backend", ["torch", CPP, "triton"])
 FAST = pytest.mark.parametrize("backend", ["torch", CPP])  # many calls, or long rows: interpreted kernels take minutes
@@ -217,7 +217,7 @@ def test_a_seed_says_all_and_chunks_say_nothing(backend: str) -> None:
 
 def test_all_backends_keep_the_same_elements() -> None:
     head, constants = sample(24, V=200, dtype=FP32)
-    names = ["torch", *(["cpp"] if cpp.load() else []), "triton"]
+    names = ["torch", *(["cpp"] if native.load() else []), "triton"]
     runs = [run(head, constants, PLAIN, backend=name, seed=7, **sampled(2.0**-6)) for name in names]
     for one in runs[1:]:
         assert one["stats"]["sampled_elements"] == runs[0]["stats"]["sampled_elements"]
@@ -317,7 +317,6 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"seed": True}, "want seed an int of 64 bits or None; got True"),
     ({"backend": "reference"}, "want backward 'exact' with backend 'reference'; got 'sampled'"),
     ({"seed": 2**70}, f"want seed an int of 64 bits or None; got {2**70}"),
-    ({"memory": "least"}, "want backward 'exact' with memory='least'; got 'sampled'"),
 ]
 
 

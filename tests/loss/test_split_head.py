@@ -14,8 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from rlplus import Objective, linear_logprob, linear_policy_loss
-from rlplus.loss import operations
-from rlplus.loss.backends import cpp, sharded
+from rlplus.loss.backends import native, sharded
 
 lock = one_launch_at_a_time
 V, NAMES = 23, ("weight", "bias")
@@ -23,7 +22,7 @@ SPLITS = [(12, 11), (20, 3), (0, 23), (6, 6, 6, 5), (1, 0, 19, 3)]
 NARROW = [torch.float32, torch.bfloat16]
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 TRITON = pytest.param("triton", marks=pytest.mark.skipif(not INTERPRETED, reason="ranks are threads: want no GPU"))
-CPP = pytest.param("cpp", marks=pytest.mark.skipif(not cpp.load(), reason="the native library is not built"))
+CPP = pytest.param("cpp", marks=pytest.mark.skipif(not native.load(), reason="the native library is not built"))
 
 
 def rows_of(head: Head, split: tuple[int, ...], rank: int) -> Head:
@@ -74,8 +73,7 @@ def test_every_backend(split: tuple[int, ...], backend: str, dtype: torch.dtype,
     head, constants = sample(19, V, dtype=dtype)
     head = on_policy(head)
     got = split_run(split, head, constants, EVERYTHING, backend=backend, max_scratch_mb=0.003)
-    narrow = dtype if backend == "cpp" else torch.float32
-    check_precision(got, head, constants, EVERYTHING, gemm_dtype=narrow)
+    check_precision(got, head, constants, EVERYTHING, gemm_dtype=torch.float32)
 
 
 @pytest.mark.parametrize("backend", ["torch", CPP, TRITON])
@@ -91,15 +89,6 @@ def test_a_rank_whose_logits_are_all_impossible(backend: str, lock: None) -> Non
         torch.testing.assert_close(got[name], want[name], rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(got["dweight"][:12], want["dweight"], rtol=1e-5, atol=1e-6)
     assert (got["dweight"][12:] == 0).all()
-
-
-def test_the_faster_way_is_not_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on CUDA, with a rank that has no rows."""
-    monkeypatch.setattr(operations, "_way", lambda *_: "faster")
-    head, constants = sample(9, V, dtype=torch.bfloat16)
-    head = on_policy(head)
-    got = split_run((0, 23), head, constants, EVERYTHING, backend="torch", max_scratch_mb=1)
-    check_precision(got, head, constants, EVERYTHING)
 
 
 def test_a_nearly_sure_token_keeps_its_digits_on_whichever_rank_it_is() -> None:
@@ -343,7 +332,7 @@ def test_other_ways_are_refused() -> None:
         own = rows_of(head, (12, 11), rank)
         inputs = own | {"old_logprob": None} | constants
         for options, message in (
-            ({"backend": "reference"}, "takes no .* split head"), ({"memory": "least"}, "want memory 'fast' or None"),
+            ({"backend": "reference"}, "takes no .* split head"),
             ({"group": "tp"}, "want group a process group that this rank belongs to; got 'tp'"),
         ):  # fmt: skip
             with pytest.raises(ValueError, match=message):

@@ -11,10 +11,10 @@ from head_cases import Head, closed, run, tensors, to
 from torch import Tensor
 
 from rlplus import Objective
-from rlplus.loss.backends import cpp
+from rlplus.loss.backends import native
 
 FP64, FP32, BF16, FP16 = torch.float64, torch.float32, torch.bfloat16, torch.float16
-CPP = pytest.param("cpp", marks=pytest.mark.skipif(cpp.load() is None, reason="rlplus/_C.so is not built"))
+CPP = pytest.param("cpp", marks=pytest.mark.skipif(native.load() is None, reason="rlplus/_C.so is not built"))
 EVERY = pytest.mark.parametrize("backend", ["reference", "torch", CPP, "triton"])
 DEVICE = {"triton": "cuda" if torch.cuda.is_available() else "cpu"}
 GRADIENTS = ("dhidden", "dweight", "dbias")
@@ -30,11 +30,10 @@ class Case:
     temperature: float
     max_scratch_mb: float | None
     poison: float
-    memory: str = "fast"
 
     @property
     def options(self) -> dict[str, Any]:
-        return {"temperature": self.temperature, "max_scratch_mb": self.max_scratch_mb, "memory": self.memory}
+        return {"temperature": self.temperature, "max_scratch_mb": self.max_scratch_mb}
 
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
         """The form in which hypothesis prints a failing case."""
