@@ -43,7 +43,7 @@ def run(args: argparse.Namespace) -> None:
     cluster = make_cluster(1 if args.gpus is None and gpu else args.gpus, gpu)
     activity.current.begin("first settings")
     with saying_phases("rlplus init"):
-        begun = start(args.model, args.data, cluster, args.overrides)
+        begun = start(args.model, args.data, cluster, args.overrides, here=gpu is None)
     write_new(out, begun.text)
     assert load_config(out) == begun.config, "a written configuration is the chosen one"
     console = Terminal()

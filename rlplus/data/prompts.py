@@ -13,6 +13,7 @@ Prompt = str | list[dict[str, str]]
 Tools = list[dict[str, Any]]
 RESPONSE_MARK = "\ufdd0"  # no character of any text: the place of a response
 RESPONSE_ID = -1  # and no token
+ANSWERING = ("assistant", "model", "gpt", "bot")  # data sets' roles of the one who answers
 
 # Copies of eval_scripts/generate_vllm.py of github.com/ElliottYan/LUFFY, to the letter: simplerl's braces too.
 TEMPLATES = {
@@ -34,6 +35,8 @@ def make_prompt(config: DataConfig, where: str, value: Any) -> Prompt:
     if config.template != "own":
         return TEMPLATES[config.template].replace("{question}", _question(where, value))
     if isinstance(value, str) and value.strip():
+        if _is_json_of_messages(value):
+            raise ValueError(f"{where}: want chat messages as a list; got its JSON as a text: {value[:80]!r}")
         if not config.chat:
             if config.system_prompt is not None:
                 raise ValueError(f"{where}: data.system_prompt wants chat messages, or data.chat true; got plain text")
@@ -43,7 +46,7 @@ def make_prompt(config: DataConfig, where: str, value: Any) -> Prompt:
         messages = [{"role": message["role"], "content": message["content"]} for message in value]
     else:
         raise ValueError(f"{where}: want the prompt as a string or as chat messages {{role, content}}; got {value!r}")
-    if messages[-1]["role"] == "assistant":
+    if messages[-1]["role"].casefold() in ANSWERING:
         raise ValueError(
             f"{where}: want chat messages whose last one is a user's or a tool's; got an assistant's, which the model "
             f"would see in its prompt: {messages[-1]['content'][:80]!r}. A solution goes into a column of its own, "
@@ -91,6 +94,16 @@ def _question(where: str, value: Any) -> str:
 
 def _is_message(value: Any) -> bool:
     return isinstance(value, dict) and all(isinstance(value.get(key), str) for key in ("role", "content"))
+
+
+def _is_json_of_messages(text: str) -> bool:
+    if not text.lstrip().startswith("["):
+        return False
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        return False
+    return isinstance(value, list) and bool(value) and all(map(_is_message, value))
 
 
 def encode_prompts(

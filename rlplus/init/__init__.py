@@ -13,7 +13,10 @@ from rlplus.config import (
     Config,
     apply_override,
     check_data_files,
+    check_engine,
     check_model_path,
+    check_trackers,
+    check_training_files,
     commented_yaml,
     config_from,
     merged,
@@ -75,11 +78,12 @@ class Start:
     reasons: tuple[str, ...]
 
 
-def start(model: str, data: str, cluster: Cluster, overrides: Sequence[str] = ()) -> Start:
+def start(model: str, data: str, cluster: Cluster, overrides: Sequence[str] = (), *, here: bool = False) -> Start:
     """A configuration for that model and data that fits on the cluster.
 
     overrides: keys of the configuration that are fixed, as on a command line; the rest is chosen around them.
-    ValueError for data that a training would refuse, a model that cannot be read, and where nothing fits.
+    here: the cluster is this machine, as a CPU always is; another one may have other packages.
+    ValueError for what a training would refuse, a model that cannot be read, and where nothing fits.
     """
     fixed: dict[str, Any] = {}
     for override in overrides:
@@ -105,9 +109,19 @@ def start(model: str, data: str, cluster: Cluster, overrides: Sequence[str] = ()
     found = find_fitting(base, fixed, cluster)
     if found is None:
         raise ValueError(f"no settings make {model} fit on {cluster.name}: {what_would_fit(base, fixed, cluster)}")
-    columns.check(found.config)
+    _check_as_train(found.config, cluster, here=here or cluster.cpu)
+    reasons = (*_reasons(found, columns, fixed), *columns.check(found.config))
     head = (f"{model} on {cluster.name}: written by rlplus init, checked by its plan.", found.plan.summary())
-    return Start(found.config, commented_yaml(found.values, COMMENTS, head), tuple(_reasons(found, columns, fixed)))
+    return Start(found.config, commented_yaml(found.values, COMMENTS, head), reasons)
+
+
+def _check_as_train(config: Config, cluster: Cluster, *, here: bool) -> None:
+    """ValueError for what `train` refuses before it loads anything, whichever given key brought it about."""
+    check_training_files(config, model=False)  # the model was looked at before; weights may be elsewhere
+    if here:
+        check_trackers(config)
+    if here and config.needs_engine:
+        check_engine(config.rollout, gpu=not cluster.cpu)
 
 
 def _base(model: dict[str, Any], columns: Columns, cluster: Cluster) -> dict[str, Any]:

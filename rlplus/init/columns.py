@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from transformers import PreTrainedTokenizerBase
 
 from rlplus.config import Config, DataConfig, ModelConfig, config_from, model_problem
-from rlplus.data import Example, byte_tokenizer, load_examples, load_tokenizer, read_examples
+from rlplus.data import Example, LoadReport, byte_tokenizer, load_examples, load_tokenizer, read_examples
 from rlplus.data.choices import hidden_choices
 from rlplus.data.row_files import get_column, read_rows, row_names
 from rlplus.reward import BOX
@@ -20,16 +20,18 @@ T = TypeVar("T", ModelConfig, DataConfig)
 NAMES = {  # they are looked for in this order
     "prompt": ("prompt", "question", "problem", "query", "instruction", "input"),
     "answer": ("answer", "final_answer", "ground_truth", "reward_model.ground_truth", "target", "label", "solution"),
-    "demonstration": ("demonstration", "solution", "target_solution", "target", "response"),
+    "demonstration": ("demonstration", "solution", "target_solution", "target", "response", "completion"),
 }
 GSM8K = r"#### (.+)"  # the answer behind a worked solution
-BEFORE_GSM8K = r"(?s)^(.+?)\s*####"
+BEFORE_GSM8K = r"(?s)^(.+?)\s*(?:####|\Z)"
 BOXED = "Please reason step by step, and put your final answer within \\boxed{}."
 BOXED_ANSWER = "{demonstration}\nThe answer is \\boxed{{{answer}}}."
 LETTER = re.compile(r"[A-J]")
 LOOKED_AT = 200  # rows
 STEP = 128  # lengths are multiples of this
 SHARE = 0.99  # share of the prompts that are short enough
+MOST = 0.5  # a form that more answers have than this share is the column's
+ALMOST_ALL = 0.9  # share of letters among answers that are choices
 FAR = 2**20  # longer than any text here
 
 
@@ -37,7 +39,7 @@ FAR = 2**20  # longer than any text here
 class Columns:
     """values: keys of the section data. reward: the grader for its answers. tokens: whether lengths are the model's.
 
-    prompts: how many can be used. examples: the rows as training reads them.
+    prompts: how many can be used. examples: the rows as training reads them. report: what it drops of them.
     """
 
     values: dict[str, Any]
@@ -46,6 +48,7 @@ class Columns:
     prompts: int
     demonstration: bool
     examples: Sequence[Example]
+    report: LoadReport
 
     def summary(self, config: Config) -> str:
         data = config.data
@@ -57,11 +60,13 @@ class Columns:
             f"preset {config.algorithm.preset}{lengths}"
         )
 
-    def check(self, config: Config) -> None:
-        """ValueError for what a training refuses in these data."""
+    def check(self, config: Config) -> list[str]:
+        """A line about what a training drops of these data, if anything; ValueError for what it refuses in them."""
+        report = self.report
         if self.tokens:
             limit = config.max_demonstration_length
-            load_examples(config.data, load_tokenizer(config.model), max_demonstration_length=limit)
+            _, report = load_examples(config.data, load_tokenizer(config.model), max_demonstration_length=limit)
+        return [f"data: {report.summary()}"] if report.first else []
 
 
 def find_columns(path: str, fixed: dict[str, Any], model: dict[str, Any]) -> Columns:
@@ -79,7 +84,8 @@ def find_columns(path: str, fixed: dict[str, Any], model: dict[str, Any]) -> Col
     answers = [_answer(row, values) for row in rows]
     if problem := hidden_choices(rows, values["prompt"], values["answer"]):
         raise ValueError(f"{path}: {problem}")
-    reward = "choice" if all(LETTER.fullmatch(answer) for answer in answers) else "math_verify"
+    letters = [bool(LETTER.fullmatch(answer)) for answer in answers if answer]
+    reward = "choice" if letters and sum(letters) >= ALMOST_ALL * len(letters) else "math_verify"
     texts = not {"chat", "template"} & values.keys() and any(isinstance(_value(r, values["prompt"]), str) for r in rows)
     if texts and tokenizer.chat_template is not None:
         boxed = reward == "math_verify" and "system_prompt" not in values
@@ -95,7 +101,7 @@ def find_columns(path: str, fixed: dict[str, Any], model: dict[str, Any]) -> Col
         values.setdefault("max_prompt_length", _longest(report.prompt_lengths))
     if tokens and report.demonstration_lengths:
         values.setdefault("max_demonstration_length", _longest(report.demonstration_lengths))
-    return Columns(values, reward, tokens, report.kept, data.demonstration is not None, examples)
+    return Columns(values, reward, tokens, report.kept, data.demonstration is not None, examples, report)
 
 
 def _unlimited(values: dict[str, Any]) -> DataConfig:
@@ -128,7 +134,7 @@ def _with_boxes(rows: list[dict[str, Any]], values: dict[str, Any]) -> dict[str,
     texts = [str(text) for row in rows if column is not None and (text := _value(row, column))]
     if all(BOX in text for text in texts) or "demonstration_template" in values:
         return {}
-    last_line = {"demonstration_pattern": BEFORE_GSM8K} if all("####" in text for text in texts) else {}
+    last_line = {"demonstration_pattern": BEFORE_GSM8K} if any("####" in text for text in texts) else {}
     return {"demonstration_template": BOXED_ANSWER} | last_line | values
 
 
@@ -152,7 +158,7 @@ def _named(path: str, rows: list[dict[str, Any]], fixed: dict[str, Any]) -> dict
     if found["demonstration"] is None:
         del found["demonstration"]
     texts = [str(_value(row, found["answer"])) for row in rows]
-    if "answer_pattern" not in found and all("#### " in text for text in texts):
+    if "answer_pattern" not in found and sum("#### " in text for text in texts) > MOST * len(texts):
         found |= {"answer_pattern": GSM8K}
         found.setdefault("demonstration", found["answer"])
     return found
@@ -177,9 +183,11 @@ def _value(row: dict[str, Any], column: str) -> Any:
 
 
 def _answer(row: dict[str, Any], values: dict[str, Any]) -> str:
-    text, pattern = str(_value(row, values["answer"])), values.get("answer_pattern")
+    """The row's answer; empty where it has none, or where the pattern finds none."""
+    value, pattern = _value(row, values["answer"]), values.get("answer_pattern")
+    text = "" if value is None else str(value)
     found = re.search(pattern, text) if pattern else None
-    return (found[1] if found else text).strip()
+    return (found[1] if found else "" if pattern else text).strip()
 
 
 def _longest(lengths: list[int]) -> int:

@@ -267,3 +267,64 @@ def test_a_given_key_takes_the_place_of_what_it_excludes(
     assert {part: {key: config[part][key] for key in keys} for part, keys in wanted.items()} == wanted
     monkeypatch.setattr(command, "_train_stage", lambda config, resume: None)
     assert main(["train", "run.yaml"]) == 0
+
+
+# Keys that a user may give, for every section of a run.
+GIVEN = [
+    "rollout.sleep=true", "rollout.engine=vllm", "rollout.engine=transformers", "rollout.tensor_parallel_size=2",
+    "rollout.lora=adapters", "rollout.vllm={enforce_eager: true}", "rollout.mode=process", "rollout.share_weights=true",
+    "rollout.gpu_memory_utilization=0.3", "rollout.kv_cache_memory_mb=64", "rollout.group_size=4", "model.lora.rank=4",
+    "log.wandb={project: one}", "log.trackio={project: one}", "algorithm.preset=sft",
+    "algorithm.preset=rlplus-official", "validation.every=1", "validation={every: 1, data: {path: none.jsonl}}",
+    "evaluation={every: 1, data: {path: none.jsonl}}",
+    "model.chat_template=none.jinja", "output_dir=rows.jsonl", "output_dir=rows.jsonl/a", "train.zero_stage=2",
+    "train.shard_head=true", "train.backend=triton", "algorithm.recipe.teacher=none/at/all", "data.limit=8",
+    "data.max_dropped_share=0", "reward.kind=exact_match", "train.steps=3",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("build", "gpu", "keys"),
+    [
+        *(
+            (build, gpu, keys)
+            for build, gpu in ((None, False), ("gpu", False), ("gpu", True), (None, True))
+            for keys in (
+                ("rollout.sleep=true",),
+                ("rollout.engine=vllm",),
+                ("rollout.sleep=true", "rollout.engine=vllm"),
+            )
+        ),
+        *(("cpu", False, (key,)) for key in GIVEN),
+    ],
+)
+def test_what_init_accepts_train_accepts(
+    build: str | None, gpu: bool, keys: tuple[str, ...], model: str, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    """Whichever key is given: init writes a file that passes, or refuses it in a line and writes none."""
+    be(monkeypatch, build, gpu)
+    monkeypatch.chdir(tmp_path)
+    Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in DATA["gsm8k"]))
+    written = main(["init", "--model", model, "--data", "rows.jsonl", *keys]) == 0
+    said = capsys.readouterr().err
+    assert written == Path("run.yaml").exists()
+    assert written or (said.startswith("rlplus init: ") and "validation error" not in said)
+    if written:
+        monkeypatch.setattr(command, "_train_stage", lambda config, resume: None)
+        assert main(["train", "run.yaml"]) == 0, capsys.readouterr().err
+
+
+def test_init_refuses_what_the_installed_engine_lacks_in_the_words_of_train(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    be(monkeypatch, "cpu", gpu=False)
+    monkeypatch.chdir(tmp_path)
+    Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in DATA["gsm8k"]))
+    given = ["init", "--model", model, "--data", "rows.jsonl", "rollout.sleep=true"]
+    for machine in ([], ["--gpu", "cpu"]):
+        assert main([*given, *machine]) == 2
+        assert "rollout.sleep gives GPU memory back, and the installed vLLM is its CPU build" in capsys.readouterr().err
+    assert not Path("run.yaml").exists()
+    assert main([*given, "--gpu", "24g"]) == 0  # another machine, whose vLLM is not known
+    assert load_config("run.yaml").rollout.sleep

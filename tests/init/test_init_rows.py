@@ -1,0 +1,86 @@
+"""Rows that lack an answer, or have one of another form: `rlplus init` counts them and keeps the others."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlplus.cli import main
+from rlplus.config import ScratchModel, load_config
+from rlplus.data import byte_tokenizer, load_examples, response_text
+from rlplus.init import start
+from rlplus.learner.pretrained import make_scratch_model, write_model
+from rlplus.plan import make_cluster
+
+
+@pytest.fixture(autouse=True)
+def vllm_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on the machines that most of these configurations are for; `test_init_machines.py` has others."""
+    monkeypatch.setattr("rlplus.init.fitting.installed_vllm", lambda: "gpu")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A folder with a tiny model and its tokenizer."""
+    folder, tokenizer = tmp_path_factory.mktemp("model"), byte_tokenizer()
+    scratch = ScratchModel(hidden_size=32, layers=1, heads=2, intermediate_size=64, max_position_embeddings=1024)
+    write_model(make_scratch_model(scratch, tokenizer, seed=0), str(folder))
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+def written(folder: Path, rows: list[dict[str, Any]]) -> str:
+    path = folder / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def questions(folder: Path, n: int = 40) -> str:
+    """Rows as GSM8K has them."""
+    return written(folder, [{"question": f"{i} + 1?", "answer": f"One more.\n#### {i + 1}"} for i in range(n)])
+
+
+def init(model: str, data: str, out: Path, *options: str) -> int:
+    return main(["init", "--model", model, "--data", data, "--out", str(out), *options])
+
+
+@pytest.mark.parametrize(("count", "odd"), [(1, 0), (1, 39), (4, 7)])
+@pytest.mark.parametrize("text", ["No answer here.", "", None, "72"])
+def test_rows_without_an_answer_take_no_demonstrations_from_the_others(
+    text: str | None, count: int, odd: int, model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In GSM8K's layout; they are counted, and the first is named."""
+    rows: list[dict[str, Any]] = [{"question": f"{i} + 1?", "answer": f"One more.\n#### {i + 1}"} for i in range(40)]
+    places = sorted((odd + 9 * i) % 40 for i in range(count))
+    for place in places:
+        rows[place]["answer"] = text
+    data, out = written(tmp_path, rows), tmp_path / "run.yaml"
+    assert init(model, data, out, "--gpu", "24g") == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert f"data: 40 rows, {40 - count} kept, {40 - count} demonstrations; {count} rows without an answer, or" in said
+    assert f"rows.jsonl:{places[0] + 1})" in said.replace("rows. jsonl", "rows.jsonl")
+    config = load_config(out)
+    assert (config.algorithm.preset, config.data.answer_pattern) == ("rlplus", "#### (.+)")
+    examples, _ = load_examples(config.data, byte_tokenizer(), max_demonstration_length=512)
+    assert [e.answer for e in examples] == [str(i + 1) for i in range(40) if i not in places]
+    texts = [response_text(byte_tokenizer(), example.demonstration or (), None) for example in examples]
+    assert all(t == f"One more.\nThe answer is \\boxed{{{e.answer}}}." for t, e in zip(texts, examples, strict=True))
+
+
+def test_rows_without_an_answer_are_refused_where_there_are_many(model: str, tmp_path: Path) -> None:
+    rows = [{"question": f"{i}?", "answer": f"One.\n#### {i}" if i % 3 else "One."} for i in range(40)]
+    with pytest.raises(ValueError, match=r"35\.0% of the rows would be dropped.*14 rows without an answer.*jsonl:1"):
+        start(model, written(tmp_path, rows), make_cluster(1, "24g"))
+
+
+@pytest.mark.parametrize("odd", [{"answer": None}, {"answer": "see the book"}])
+def test_letters_are_choices_although_a_row_has_none(odd: dict[str, Any], model: str, tmp_path: Path) -> None:
+    rows = [{"prompt": f"{i}: A or B?", "answer": "A"} for i in range(20)]
+    rows[3] |= odd
+    assert start(model, written(tmp_path, rows), make_cluster(1, "24g")).config.reward.kind == "choice"
+
+
+def test_data_of_which_nothing_is_dropped_get_no_line(model: str, tmp_path: Path) -> None:
+    begun = start(model, questions(tmp_path), make_cluster(1, "24g"))
+    assert not any(reason.startswith("data:") for reason in begun.reasons)
