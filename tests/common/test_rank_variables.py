@@ -93,6 +93,10 @@ def test_a_local_rank_is_below_its_machines(launched: pytest.MonkeyPatch) -> Non
     launched.setenv("LOCAL_WORLD_SIZE", "1")
     with pytest.raises(ValueError, match=re.escape("LOCAL_RANK below LOCAL_WORLD_SIZE=1; got 1")):
         check_launcher()
+    launched.setenv("LOCAL_WORLD_SIZE", "2")
+    launched.delenv("LOCAL_RANK")
+    with pytest.raises(ValueError, match="LOCAL_RANK beside LOCAL_WORLD_SIZE=2; got none"):
+        check_launcher()
 
 
 @pytest.mark.parametrize("name", OF_LAUNCHERS)
