@@ -1,4 +1,4 @@
-// The CPU kernels of rlplus as a plain C library: no torch, no Python; called through ctypes by rlplus/loss/backends/cpp.py.
+// The CPU kernels of rlplus as a plain C library: no torch, no Python; called through ctypes by rlplus/loss/backends/native.py.
 //
 // A row is one token's V logits in fp32. `statistics` reads a row once; `gradient` then writes the row's gradient, fp32
 // or bf16, over a row that is no longer needed. Between the two the caller turns logprobs into slopes with the
@@ -270,7 +270,7 @@ EVERY_CPU void draw_one(const float* z, const float* bias, int64_t V, int64_t ta
 extern "C" {
 
 // Renamed with every change of a signature below: the package does not load a library of another version.
-void rlplus_interface_5() {}
+void rlplus_interface_6() {}
 
 // z (n, V) fp32, bias (V,) or null, target (n,) -> rows (n, 4), see Row; logprob is NaN where the target is no token.
 // inv_temperature (n,). cap: z + bias becomes cap * tanh((z + bias) / cap); 0: it does not.
@@ -285,16 +285,16 @@ void rlplus_row_statistics(const float* z, const float* bias, const int64_t* tar
 // source, so rows may be done in any order. The arrays behind it are indexed by source; dentropy may be null.
 // Zeros follow a bf16 row as far as oneDNN's AMX kernel reads past its end, to multiply what is there by 0: the bits of
 // the logits that stood there can be NaN. For V < DEPTH - 1 the row's memory ends first.
-void rlplus_row_gradient(float* z, const float* bias, const int64_t* source, int64_t n, int64_t V,
+void rlplus_row_gradient(const float* z, float* out, const float* bias, const int64_t* source, int64_t n, int64_t V,
                          const int64_t* target, const float* inv_temperature, float cap, const Row* rows,
                          const float* dlogprob, const float* dentropy, int to_bf16, int threads) {
 #pragma omp parallel for num_threads(threads) schedule(dynamic)
   for (int64_t s = 0; s < n; ++s) {
     const int64_t i = source[s];
     const float e = dentropy ? dentropy[i] : 0.f;
-    float* out = z + s * V;
-    gradient_one(z + i * V, bias, V, target[i], inv_temperature[i], cap, rows[i], dlogprob[i], e, to_bf16, out);
-    if (to_bf16) std::fill_n((uint16_t*)out + V, std::min(V, DEPTH - 1), uint16_t(0));
+    float* row = out + s * V;
+    gradient_one(z + i * V, bias, V, target[i], inv_temperature[i], cap, rows[i], dlogprob[i], e, to_bf16, row);
+    if (to_bf16) std::fill_n((uint16_t*)row + V, std::min(V, DEPTH - 1), uint16_t(0));
   }
 }
 

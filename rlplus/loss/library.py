@@ -31,7 +31,7 @@ MODULES = {  # in rlplus.loss.backends, `reference` apart: policy_loss, logprob,
 }
 
 
-DRAWS = {"torch": "chunked", "cpp": "cpp_draws", "triton": "triton_draws"}  # the same: draws
+DRAWS = {"torch": "torch_draws", "cpp": "cpp_draws", "triton": "triton_draws"}  # the same: draws
 DIVERGENCES = {"torch": "chunked", "triton": "divergence_chunks"}  # modules of rlplus.loss.backends: divergence
 
 
@@ -87,11 +87,11 @@ def sharded() -> Any:
     return import_module(".backends.sharded", __package__)
 
 
-def _telling(head: Head) -> Any:
+def telling(head: Head) -> Any:
     return sharded().telling(head.group, head.target.device) if head.group else nullcontext()
 
 
-def _shards(head: Head, backend: str, scratch_bytes: float, *rest: Any) -> Any:
+def shards_of(head: Head, backend: str, scratch_bytes: float, *rest: Any) -> Any:
     """`sharded.Shards` of a head that is split over a group, else None. rest: see `sharded.meet`."""
     return sharded().meet(head, implementation(backend), scratch_bytes, *rest) if head.group else None
 
@@ -126,12 +126,12 @@ def linear_policy_loss_into(weight_grad: Tensor, needs: Sequence[bool], *argumen
 def _policy_loss(weight_grad: Tensor | None, needs: Sequence[bool], *arguments: Any) -> tuple[Tensor, ...]:
     head, constants, objective, options = unpack(arguments, Head, TokenConstants, Objective, Options)
     backend = implementation(options.backend)
-    with _telling(head):
+    with telling(head):
         if weight_grad is not None:
             check_apart(weight_grad, arguments)
         weighted, on = check_policy_rows(head, constants, objective)
     call = ("policy loss", needs[0], objective)
-    shards = _shards(head, options.backend, options.scratch_bytes, on, call, constants._asdict())
+    shards = shards_of(head, options.backend, options.scratch_bytes, on, call, constants._asdict())
     check_targets(head, len(head.weight) if shards is None else sum(shards.lengths), weighted)
     del weighted, on
 
@@ -292,82 +292,3 @@ def _scale_gradients(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, ...]:
 
 
 attach_gradients.register_autograd(_scale_gradients, setup_context=_keep_gradients)
-
-
-@torch.library.custom_op(
-    "rlplus::linear_logprob",
-    mutates_args=(),
-    schema=f"({schema(Head)}, float scratch_bytes, str backend) -> (Tensor, Tensor)",
-)
-def linear_logprob(*arguments: Any) -> tuple[Tensor, Tensor]:
-    """-> logprob (N,), NaN where the target is IGNORED, and entropy (N,)."""
-    head, scratch_bytes, backend = unpack(arguments, Head)
-    with _telling(head):
-        on = check_logprob_rows(head)
-    shards = _shards(head, backend, scratch_bytes, on, ("logprob",), {})
-    check_targets(head, len(head.weight) if shards is None else sum(shards.lengths), on)
-    del on
-    with full_precision(head.hidden.device), advising(backend):
-        if shards is not None:
-            return sharded().logprob(implementation(backend), shards, head.rounded())
-        compute = implementation(backend).logprob
-        if head.kept_offsets is not None:
-            return kept_tokens.logprob(compute, head.rounded(), scratch_bytes)
-        return compute(head.rounded(), scratch_bytes)
-
-
-@linear_logprob.register_fake
-def _(*arguments):  # type: ignore[no-untyped-def]
-    head, *_ = unpack(arguments, Head)
-    return tuple(head.hidden.new_empty(len(head.target), dtype=head.dtype) for _ in range(2))
-
-
-@torch.library.custom_op(
-    "rlplus::linear_logprob_backward",
-    mutates_args=(),
-    schema=f"(Tensor dlogprob, Tensor dentropy, {schema(Head)}, float scratch_bytes, str backend, bool[] needs) "
-    "-> (Tensor, Tensor, Tensor)",
-)
-def linear_logprob_backward(dlogprob: Tensor, dentropy: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """-> dhidden, dweight, dbias, without elements where not needed."""
-    head, scratch_bytes, backend, needs = unpack(arguments, Head)
-
-    blocks, call = implementation(backend), ("logprob, backward", needs[0])
-    slopes = {"dlogprob": dlogprob, "dentropy": dentropy}
-    everywhere = torch.ones_like(head.target, dtype=torch.bool) if head.group else None
-    shards = _shards(head, backend, scratch_bytes, everywhere, call, slopes)
-
-    def whole(head: Head, dlogprob: Tensor, dentropy: Tensor, *where: Any) -> Any:
-        if shards is not None:
-            return sharded().logprob_backward(blocks, shards, head, dlogprob, dentropy, *where)
-        return blocks.logprob_backward(head, dlogprob, dentropy, scratch_bytes, *where)
-
-    def compute(head: Head, *where: Any) -> tuple[Any, ...]:
-        if head.kept_offsets is None:
-            return (whole(head, dlogprob, dentropy, *where),)
-        return (kept_tokens.logprob_backward(whole, head, dlogprob, dentropy, scratch_bytes, *where),)
-
-    with full_precision(head.hidden.device), advising(backend):
-        return in_one_dtype(compute, head, list(needs), None)  # type: ignore[return-value]
-
-
-@linear_logprob_backward.register_fake
-def _(dlogprob, dentropy, *arguments):  # type: ignore[no-untyped-def]
-    head, *_, needs = unpack(arguments, Head)
-    return empty_gradients(head, needs)
-
-
-def _keep_inputs(ctx: Any, inputs: tuple, output: tuple) -> None:
-    ctx.save_for_backward(*(x if isinstance(x, Tensor) else None for x in inputs))
-    ctx.others = [None if isinstance(x, Tensor) else x for x in inputs]
-
-
-def _recompute(ctx: Any, dlogprob: Tensor, dentropy: Tensor) -> tuple[Tensor | None, ...]:
-    check_differentiated_once()
-    inputs = [other if x is None else x for x, other in zip(ctx.saved_tensors, ctx.others, strict=True)]
-    needs = list(ctx.needs_input_grad[:3])
-    grads = linear_logprob_backward(dlogprob, dentropy, *inputs, needs)
-    return *(g if need else None for g, need in zip(grads, needs, strict=True)), *(None,) * (len(inputs) - 3)
-
-
-linear_logprob.register_autograd(_recompute, setup_context=_keep_inputs)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from rlplus.errors import hint
-from rlplus.loss import Objective, TokenConstants, library, sampled_library
+from rlplus.loss import Objective, TokenConstants, library, logprob_library, sampled_library
 from rlplus.loss.backends import reference
 from rlplus.loss.backends.selection import BACKENDS, backend_for
 from rlplus.loss.backward_pass import THRESHOLD, Backward, check_backward, refuse, with_draws
@@ -99,8 +99,8 @@ def linear_policy_loss(
                        than 512 elements has a larger one, 1 / 512, and is counted in stats["sampled_flat"]
     seed               of the random numbers, one for each token; another one at each call, else noise adds up. None:
                        the next ones of torch's generator, which torch.compile(fullgraph=True) wants
-    max_scratch_mb     memory for logits, 10^6 bytes; None = 1250. For half-precision inputs there is beside them an fp32
-                       accumulator (V, H) of the weight's gradient, with backward "sampled" only its rows of drawn tokens
+    max_scratch_mb     memory for logits, 10^6 bytes; None = 1250. Beside it half-precision inputs have an accumulator
+                       (V, H) of the weight's gradient in fp32, with backward "sampled" of the drawn tokens' rows alone
     weight_grad        (V, H), contiguous, fp32 (fp64 for fp64 inputs), in memory that no input uses: the gradient of
                        weight is added there by this call, without later factors of the loss. The backward pass then
                        returns no gradient of weight, and is not needed if hidden and bias need no gradient
@@ -175,8 +175,9 @@ def linear_logprob(
 
     hidden (..., H), weight (V, H), bias (V,) or None; target (...) int64 or int32 in [0, V), or -100: there the logprob
     is 0 and has no gradient, and the temperature may be anything. Logits, temperature, dtypes, options and errors as in
-    `linear_policy_loss`. With backward "exact" the backward pass computes the logits again, in four GEMMs together;
-    with "sampled" the forward pass keeps what it needs, in one.
+    `linear_policy_loss`. With backward "exact" there are three GEMMs, or two if only hidden
+    needs a gradient: the logits of as many rows as fit max_scratch_mb stay between the passes (beside a pass's own
+    scratch), and those of the others are computed again. With "sampled" the forward pass keeps what it needs, in one.
     """
     with _telling(group, weight, hidden, target):
         head = make_head(hidden, weight, target, bias, (logit_scale, logit_softcap, temperature), group, kept)
@@ -195,7 +196,7 @@ def linear_logprob(
     elif head.uniform is not None:
         logprob, entropy, *_ = sampled_library.sampled_logprob(*head, scratch, backend)
     else:
-        logprob, entropy = library.linear_logprob(*head, scratch, backend)
+        logprob, entropy, *_ = logprob_library.linear_logprob(*head, scratch, backend, differentiated)
     return logprob.masked_fill(head.target == library.IGNORED, 0.0).view(target.shape), entropy.view(target.shape)
 
 

@@ -10,7 +10,7 @@ from rlplus.common.teacher_states import TeacherStates
 from rlplus.config import Config
 from rlplus.learner.deepspeed_settings import check_eight_bit, check_sharded_head, deepspeed_config
 from rlplus.loss import MAX_SCRATCH_MB
-from rlplus.loss.backends.cpp import CHUNK_ROWS
+from rlplus.loss.backends.native import CHUNK_ROWS
 from rlplus.loss.backends.sampled import MOST
 from rlplus.loss.backends.selection import choose
 from rlplus.loss.backward_pass import THRESHOLD

@@ -10,7 +10,7 @@ import pytest
 import stub_modules
 from torch import Tensor, nn
 
-from rlplus.loss import library
+from rlplus.loss import logprob_library
 
 NAME = "rlplus.integrations.openrlhf"
 RAY = ("openrlhf.trainer.ray.ppo_actor", "openrlhf.trainer.ray.launcher")
@@ -87,9 +87,9 @@ def test_the_logprobs_of_every_token(ours: Any, packing: bool) -> None:
 
 
 def test_prompts_and_padding_stay_out_of_the_head(ours: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    rows, own = [], library.linear_logprob
+    rows, own = [], logprob_library.linear_logprob
     monkeypatch.setattr(
-        library, "linear_logprob", lambda hidden, *rest: (rows.append(len(hidden)), own(hidden, *rest))[1]
+        logprob_library, "linear_logprob", lambda hidden, *rest: (rows.append(len(hidden)), own(hidden, *rest))[1]
     )
     openrlhf_cases.make_actor(ours.FusedActor, True)(**openrlhf_cases.batch())
     assert rows == [int(openrlhf_cases.batch()["action_mask"].sum())]

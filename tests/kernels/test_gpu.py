@@ -16,7 +16,7 @@ from torch import Tensor
 
 from rlplus import Objective, linear_logprob, linear_policy_loss
 from rlplus.loss import selfcheck
-from rlplus.loss.backends import selection, ways
+from rlplus.loss.backends import selection, triton_chunks, ways
 from rlplus.loss.backends import triton as backend
 from rlplus.loss.backends.ways import chunk_rows
 
@@ -197,7 +197,7 @@ def test_more_than_2_to_the_31_logits(gemm: str, n: int, monkeypatch: pytest.Mon
     V, H, last = 50_000, 16, slice(n - 50, n)
     assert n * V > 2**31
     monkeypatch.setattr(
-        backend, "chunk_rows", lambda head, way, scratch: n if scratch == 1e11 else chunk_rows(head, way, scratch)
+        triton_chunks, "chunk_rows", lambda head, way, scratch: n if scratch == 1e11 else chunk_rows(head, way, scratch)
     )
     g = torch.Generator(DEVICE).manual_seed(0)
     hidden, weight = (torch.randn(*s, generator=g, device=DEVICE).bfloat16() for s in ((n, 2 * H), (V, H)))

@@ -17,7 +17,7 @@ from torch import Tensor
 from rlplus import Objective, linear_logprob, linear_policy_loss
 from rlplus.kernels import linear_logprob as linear_kernels
 from rlplus.loss.backends import triton as backend
-from rlplus.loss.backends import ways
+from rlplus.loss.backends import triton_chunks, ways
 from rlplus.loss.head import Head as OpHead
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -156,7 +156,7 @@ def test_rows_without_a_gradient_cost_a_forward_pass_alone(monkeypatch: pytest.M
     sizes: list[int] = []
     original = backend.add_dweight
     monkeypatch.setattr(backend, "add_dweight", lambda *a, **o: (sizes.append(len(a[1])), original(*a, **o))[1])
-    monkeypatch.setattr(backend, "chunk_rows", lambda *_: 5)
+    monkeypatch.setattr(triton_chunks, "chunk_rows", lambda *_: 5)
     objective = Objective("ratio", "none")
     constants["external"].fill_(False)
     got = fused(head, constants, objective)

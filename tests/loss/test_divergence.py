@@ -12,7 +12,7 @@ from two_heads import DEVICE, KINDS, LEAVES, check, closed, nearly_sure, of_logi
 import rlplus
 from rlplus import linear_divergence
 from rlplus.loss import library
-from rlplus.loss.backends import chunked, cpp
+from rlplus.loss.backends import chunked, native
 from rlplus.loss.head import Head
 
 BACKENDS = ["reference", "torch", "triton"]
@@ -324,7 +324,7 @@ def test_auto_on_a_cpu_is_torch_and_cpp_says_which_backends_there_are(monkeypatc
     monkeypatch.setattr(library, "implementation", lambda name: (calls.append(name), found(name))[1])
     linear_divergence(**inputs)
     assert calls == ["chunked"]
-    if cpp.load() is not None:
+    if native.load() is not None:
         with pytest.raises(ValueError, match="want backend reference, torch, triton for a divergence; got 'cpp'"):
             linear_divergence(**inputs, backend="cpp")
 

@@ -11,9 +11,9 @@ from head_cases import EVERYTHING, Head, run, sample, tensors, to
 from torch import Tensor
 
 from rlplus import Objective, linear_logprob, linear_policy_loss
-from rlplus.loss.backends import cpp
+from rlplus.loss.backends import native
 
-CPP = pytest.param("cpp", marks=pytest.mark.skipif(not cpp.load(), reason="the native library is not built"))
+CPP = pytest.param("cpp", marks=pytest.mark.skipif(not native.load(), reason="the native library is not built"))
 DEVICE = {"triton": "cuda" if torch.cuda.is_available() else "cpu"}
 EVERY = pytest.mark.parametrize("backend", ["reference", "torch", CPP, "triton"])
 V, N = 23, 14

@@ -11,12 +11,12 @@ from torch import Tensor
 
 from rlplus import Objective, linear_logprob, linear_policy_loss
 from rlplus.loss import library
-from rlplus.loss.backends import cpp
+from rlplus.loss.backends import native
 
 SCRATCH = {"one row": 1e-9, "few rows": 5 * 16 * 23e-6, "all rows": None}  # MB, for 23 tokens of vocabulary in fp64
 BACKENDS = [("reference", None), *(("torch", mb) for mb in SCRATCH.values())]
 BOTH = pytest.mark.parametrize("backend", ["reference", "torch"])
-CPP = pytest.param("cpp", marks=pytest.mark.skipif(cpp.load() is None, reason="rlplus/_C.so is not built"))
+CPP = pytest.param("cpp", marks=pytest.mark.skipif(native.load() is None, reason="rlplus/_C.so is not built"))
 WITH_CPP = pytest.mark.parametrize("backend", ["reference", "torch", CPP])  # where inputs are of 32 bits or fewer
 EVERY = pytest.mark.parametrize(("backend", "max_scratch_mb"), BACKENDS, ids=["reference", *SCRATCH])
 EXACT = {"rtol": 1e-12, "atol": 1e-13}

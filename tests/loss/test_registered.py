@@ -10,10 +10,10 @@ from torch import Tensor
 
 from rlplus import Objective, linear_policy_loss, policy_loss, register_token_loss
 from rlplus.loss import TokenConstants
-from rlplus.loss.backends import cpp
+from rlplus.loss.backends import native
 from rlplus.loss.surrogates import INTERNAL
 
-CPP = pytest.param("cpp", marks=pytest.mark.skipif(cpp.load() is None, reason="rlplus/_C.so is not built"))
+CPP = pytest.param("cpp", marks=pytest.mark.skipif(native.load() is None, reason="rlplus/_C.so is not built"))
 MODULE = """
 def ratio(logprob, constants):
     loss = -constants.advantage * (logprob - constants.old_logprob).exp()

@@ -112,7 +112,7 @@ def test_native_library_is_in_the_wheel_where_there_is_a_compiler(source: Path, 
     wheel = build_wheel(without_library(source, tmp_path), tmp_path, RLPLUS_EXT="1")
     assert wheel.name.split("-")[2:4] == ["py3", "none"]
     zipfile.ZipFile(wheel).extractall(tmp_path / "site")
-    script = "from rlplus.loss.backends import cpp; assert cpp.load(); print(cpp.LIBRARY)"
+    script = "from rlplus.loss.backends import native; assert native.load(); print(native.LIBRARY)"
     assert run("-c", script, cwd=tmp_path, path=tmp_path / "site").strip() == str(tmp_path / "site/rlplus/_C.so")
 
 

@@ -99,9 +99,9 @@ def test_the_native_library_compiled_for_it(processor: Processor, tmp_path: Path
     compiler = f"{os.environ.get('CXX', 'c++')} -DEVERY_CPU= -march={processor.compiler}"
     done = processes.run([sys.executable, *build], env=os.environ | {"RLPLUS_EXT": "1", "CXX": compiler}, cwd=ROOT)
     assert done.returncode == 0, done.stderr[-4000:]
-    plugin = "from pathlib import Path\nfrom rlplus.loss.backends import cpp\n"
-    plugin += f"cpp.LIBRARY = Path({str(tmp_path)!r}, 'rlplus/_C.so')\n"
-    (tmp_path / "own_library.py").write_text(plugin + "assert cpp.load() is not None\n")
+    plugin = "from pathlib import Path\nfrom rlplus.loss.backends import native\n"
+    plugin += f"native.LIBRARY = Path({str(tmp_path)!r}, 'rlplus/_C.so')\n"
+    (tmp_path / "own_library.py").write_text(plugin + "assert native.load() is not None\n")
     arguments = [
         "-p",
         "own_library",

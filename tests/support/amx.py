@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlplus.loss.backends import cpp
+from rlplus.loss.backends import native
 
 DEPTH = 32
 _INT, _ADDRESS, _BOOL = ctypes.c_int64, ctypes.c_void_p, ctypes.c_bool
@@ -49,5 +49,5 @@ def _tiled_mm(a: Tensor, b: Tensor, **options: Any) -> Tensor:
 
 
 def use_amx(monkeypatch: Any) -> None:
-    monkeypatch.setattr(cpp, "_torch_gemm", lambda: tuple(ctypes.cast(f, _ADDRESS) for f in _CALLBACKS))
+    monkeypatch.setattr(native, "torch_gemm", lambda: tuple(ctypes.cast(f, _ADDRESS) for f in _CALLBACKS))
     monkeypatch.setattr(torch, "mm", _tiled_mm)

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from rlplus.loss import MISMATCH_STATS, STATS, Objective, TokenConstants, token_loss
-from rlplus.loss.backends.sampled import MOST, Drawn
 from rlplus.loss.divergence import teacher_classes, value_and_gradient
 from rlplus.loss.head import (
     FLOOR,
@@ -58,7 +57,7 @@ def policy_loss(
         weight_grad.mul_(scale)  # a power of two: exact, and undone at the end
     for rows in _chunks(head, scratch_bytes):
         part = constants.rows(rows)
-        logp, p, logprob[rows], entropy[rows], slope = _statistics(head, rows, gradient)
+        logp, p, logprob[rows], entropy[rows], slope = statistics(head, rows, gradient)
         out = token_loss(logprob[rows], entropy[rows], part, objective)
         loss += out.loss
         stats += torch.stack(list(out.stats.values()))
@@ -74,6 +73,10 @@ def new_stored(head: Head, count: int) -> tuple[Tensor, Tensor]:
     return tuple(head.hidden.new_empty(count, width, dtype=head.dtype) for width in (len(head.weight), 0))  # type: ignore[return-value]
 
 
+def release(stored: tuple[Tensor, Tensor]) -> None:
+    """What nobody reads any more: nothing to do."""
+
+
 def logprob(head: Head, scratch_bytes: float, stored: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, Tensor]:
     """-> logprob (N,), entropy (N,). stored: of all rows, which are written there; None: they are not kept."""
     logprob, entropy = (head.hidden.new_empty(len(head.target), dtype=head.dtype) for _ in range(2))
@@ -81,7 +84,7 @@ def logprob(head: Head, scratch_bytes: float, stored: tuple[Tensor, Tensor] | No
         x = None
         if stored is not None:
             x = stored[0][rows] = scaled(raw_logits(head.rows(rows)), head.rows(rows))
-        _, _, logprob[rows], entropy[rows], _ = _statistics(head, rows, False, x)
+        _, _, logprob[rows], entropy[rows], _ = statistics(head, rows, False, x)
     return logprob, entropy
 
 
@@ -101,7 +104,7 @@ def logprob_backward(
     grads, scale = Gradients.zeros(head, needs, weight_grad), _fp16_scale(head, [dlogprob, dentropy])
     for rows in _chunks(head, scratch_bytes):
         x = None if stored is None else stored[0][rows].clone()
-        logp, p, _, entropy, slope = _statistics(head, rows, True, x)
+        logp, p, _, entropy, slope = statistics(head, rows, True, x)
         _backward(head, rows, (logp, p, slope), dlogprob[rows], dentropy[rows], entropy, scale, grads)
         del logp, p, slope
     return _unscaled(grads, scale).finish(head, weight_grad)
@@ -174,16 +177,16 @@ def _chunks(head: Head, scratch_bytes: float) -> Iterator[slice]:
     row = V * scratch_per_logit(*head.logits)
     if head.hidden.is_cuda:
         row += 2 * H * (head.hidden.dtype.itemsize + head.dtype.itemsize)
-    return _slices(N, scratch_bytes / row)
+    return slices(N, scratch_bytes / row)
 
 
-def _slices(N: int, rows: float) -> Iterator[slice]:
+def slices(N: int, rows: float) -> Iterator[slice]:
     """About so many of N rows at a time."""
     size = max(1, int(rows))
     return (slice(start, min(start + size, N)) for start in range(0, N, size))
 
 
-def _statistics(
+def statistics(
     head: Head, rows: slice, gradient: bool, x: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
     """log p (n, V), memory for p (n, V), logprob (n,), entropy (n,), slope (n, V) of the softcap.
@@ -324,49 +327,6 @@ def _row_gradient(
         own += bonus * (logprob + entropy[:, None]) * p.gather(1, at)
         dz = logp.add_(entropy[:, None]).mul_(bonus).sub_(c[:, None]).mul_(p)
     return dz.scatter_(1, at, torch.where(here[:, None], own, dz.gather(1, at)))
-
-
-# ---- a draw, for rlplus.loss.backends.sampled
-
-
-ONE = 2**40  # a threshold, in the whole numbers of running sums
-
-
-def draws(head: Head, on: Tensor, scratch_bytes: float) -> Iterator[tuple[slice, Drawn]]:
-    """As `sampled.Drawer` has it."""
-    # log p and p, the small ones, their shares and running sums of 8 bytes, and what compares them.
-    row = len(head.weight) * (scratch_per_logit(*head.logits) + head.dtype.itemsize + 2 * 8 + 3)
-    for rows in _slices(len(head.target), scratch_bytes / row):
-        yield rows, _draw(head.rows(rows), on[rows])
-
-
-def _draw(head: Head, on: Tensor) -> Drawn:
-    assert head.uniform is not None
-    threshold = head.threshold
-    logp, memory, logprob, entropy, slope = _statistics(head, slice(None), gradient=True)
-    p = torch.exp(logp, out=memory)
-    on, known = on & entropy.isfinite(), (head.target >= 0) & (head.target < p.shape[1])
-    at = head.target.where(known, 0)[:, None]
-    p.scatter_(1, at, torch.where(known[:, None], 0.0, p.gather(1, at)))
-    small = p < threshold
-    many = (~small).sum(1) + p.masked_fill(~small, 0.0).sum(1, dtype=torch.float64) / threshold
-    flat = on & (many > MOST)
-    raised = torch.full_like(many, max(threshold, 1 / MOST))
-    level = torch.where(flat, raised, threshold)[:, None]
-    small = p < level
-    tail = p.masked_fill(~small, 0.0)
-    # Whole numbers: a GPU's cumulative sum of floats differs in bits from run to run.
-    shares = tail.to(level.dtype).div_(level).mul_(ONE).round_().long()
-    steps = shares.cumsum_(1).add_((head.uniform.double() * ONE).long()[:, None]).div_(ONE, rounding_mode="floor")
-    kept = ~small
-    kept[:, 0] |= steps[:, 0] > 0
-    kept[:, 1:] |= steps[:, 1:] > steps[:, :-1]
-    row, token = kept.logical_and_(on[:, None]).nonzero(as_tuple=True)
-    w = torch.where(small[row, token], level.to(p.dtype)[row, 0], p[row, token])
-    variance = (tail * (level.to(p.dtype) - tail)).sum(1)
-    square = torch.expm1(logprob.nan_to_num(0.0)) ** 2 + (p * p).sum(1)
-    of_cap, of_own = (None, None) if slope is None else (slope[row, token], slope.gather(1, at).squeeze(1))
-    return Drawn(logprob, entropy, row, token, w, logp[row, token], of_cap, of_own, variance, square, flat)
 
 
 # ---- the rows of a split head, for rlplus.loss.backends.sharded

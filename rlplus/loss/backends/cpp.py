@@ -4,24 +4,31 @@ One buffer (rows, V) of fp32 holds a chunk's logits and, in the place of rows wi
 chunks before it. When little room is left, the two backward GEMMs process all of them at once: they stay large even if
 few rows of a chunk have a gradient. Between the two row kernels the objective is `token_loss` itself.
 
-fp32 and fp16 inputs: GEMMs and gradient rows in fp32. bf16 inputs: bf16 GEMMs that accumulate in fp32; the logits stay
-fp32 (torch's oneDNN kernel returns them so), their gradient is rounded to bf16 once. If that kernel or the
-instructions are missing, or H is odd, bf16 inputs take the path of fp16, which is as exact but slower.
-
 Scratch: rows = min(CHUNK_ROWS, max_scratch_mb * 10^6 / (4 V)). Every chunk's GEMMs read and pack the whole weight.
 """
 
-import ctypes
-import logging
 from collections.abc import Callable
-from functools import cache
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from rlplus.loss import MISMATCH_STATS, STATS, Objective, TokenConstants, token_loss
+from rlplus.loss.backends.native import (
+    CHUNK_ROWS,
+    PANEL_ROWS,
+    dense,
+    fill_logits,
+    gemm_of,
+    give_back,
+    int64,
+    native,
+    pointer,
+    row_gradient,
+    row_statistics,
+    take_scratch,
+    wide_bias,
+)
 from rlplus.loss.head import (
     Gradients,
     Head,
@@ -29,18 +36,8 @@ from rlplus.loss.head import (
     Statistics,
     add_dweight,
     dhidden,
-    logits_into,
 )
 
-logger = logging.getLogger(__name__)
-
-LIBRARY = Path(__file__).parents[2] / "_C.so"
-FUNCTIONS = ("row_statistics", "row_gradient", "logits_bf16", "dweight_bf16", "may_be_reclaimed", "draw", "interface_5")
-CHUNK_ROWS = {torch.float32: 2048, torch.bfloat16: 512, torch.float16: 2048}  # the tiles of bf16 are made for 512
-DTYPES = tuple(CHUNK_ROWS)
-PACKED_BYTES = 2**18  # bytes of weight at a time, for the bf16 GEMM: half of a second-level cache
-# Shapes of the bf16 GEMM, each compiled at its first use: few of them, and tiles that fit the caches.
-PANEL_ROWS = 64
 GRADIENT_COLUMNS = 128  # columns of dz that are transposed at a time
 GRADIENT_WIDTH = 448  # columns of hidden at a time: with 512 rows half of a second-level cache
 DEPTH_STEP = 64  # rows of dz are filled up with zeros to a multiple of it
@@ -48,53 +45,6 @@ DEPTH = 32  # bf16 values in a row of an AMX tile, as in csrc/rows.cpp
 
 Slopes = Callable[[slice, Tensor, Tensor], tuple[Tensor, Tensor | None]]
 """rows, logprob (n,), entropy (n,) -> dlogprob (n,), dentropy (n,) or None."""
-
-
-@cache
-def load() -> ctypes.CDLL | None:
-    """The native library; None, with the reason logged once, if it was not built or does not load."""
-    try:
-        library = ctypes.CDLL(str(LIBRARY))  # torch is loaded: they share its OpenMP
-        for name in FUNCTIONS:
-            getattr(library, f"rlplus_{name}").restype = None
-        library.rlplus_gemm_works.restype = ctypes.c_int
-    except (OSError, AttributeError) as error:  # missing, or another version
-        logger.info("backend 'cpp' is not available, 'auto' is 'torch' on the CPU too: %s", error)
-        return None
-    return library
-
-
-def check(device: str, dtype: torch.dtype) -> None:
-    """ValueError unless this backend can process tensors of that device type and dtype here."""
-    if load() is None:
-        raise ValueError(
-            f"want backend 'cpp' built: {LIBRARY} is missing or does not load; "
-            "install a C++ compiler and run RLPLUS_EXT=1 pip install -e . (or make setup)"
-        )
-    if device != "cpu" or dtype not in DTYPES:
-        names = ", ".join(str(d).removeprefix("torch.") for d in DTYPES)
-        raise ValueError(
-            f"want CPU tensors of {names} for backend 'cpp'; got {str(dtype).removeprefix('torch.')} on {device}"
-        )
-
-
-@cache
-def _torch_gemm() -> tuple[ctypes.c_void_p, ctypes.c_void_p] | None:
-    """torch's GEMM from bf16 to fp32 and its clean-up; None if torch or the CPU has none.
-
-    Not a public function, so it is looked up by its C++ name, which encodes the types of its arguments: a torch in
-    which they differ does not have it.
-    """
-    if not torch.cpu._is_avx512_bf16_supported():
-        return None
-    library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
-    names = "brgemmEllllllbPKN3c108BFloat16ES5_Pfb", "brgemm_releaseEb"
-    try:
-        gemm, release = (getattr(library, f"_ZN2at6native7cpublas{i}{n}") for i, n in zip((6, 14), names, strict=True))
-    except AttributeError:
-        logger.info("this torch has no bf16 GEMM with fp32 results; bf16 inputs are widened to fp32")
-        return None
-    return ctypes.cast(gemm, ctypes.c_void_p), ctypes.cast(release, ctypes.c_void_p)
 
 
 def policy_loss(
@@ -124,11 +74,34 @@ def policy_loss(
     return loss, one.logprob, one.entropy, stats, one.finish()
 
 
-def logprob(head: Head, scratch_bytes: float) -> tuple[Tensor, Tensor]:
-    """-> logprob (N,), entropy (N,)."""
-    one = _OnePass(head, scratch_bytes, [False] * 3)
-    one.run(None)
-    return one.logprob, one.entropy
+def new_stored(head: Head, count: int) -> tuple[Tensor, Tensor]:
+    """Memory for what `logprob_backward` needs of so many rows: logits (count, V) and statistics (count, 4)."""
+    V, new = len(head.weight), head.hidden.new_empty
+    if type(head.hidden) is not Tensor or not count:  # a compiler's fake tensor has another type
+        return new(count, V, dtype=torch.float32), new(count, 4, dtype=torch.float32)
+    return take_scratch(count * V)[: count * V].view(count, V), new(count, 4, dtype=torch.float32)
+
+
+def release(stored: tuple[Tensor, Tensor]) -> None:
+    """What nobody reads any more."""
+    logits = stored[0]
+    give_back(logits.new_empty(0).set_(logits.untyped_storage()))
+
+
+def logprob(head: Head, scratch_bytes: float, stored: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, Tensor]:
+    """-> logprob (N,), entropy (N,). stored: of all rows, which are written there; None: they are not kept."""
+    if stored is None:
+        one = _OnePass(head, scratch_bytes, [False] * 3)
+        one.run(None)
+        return one.logprob, one.entropy
+    z, statistics = stored
+    head, gemm, bias = _dense(head), gemm_of(head), wide_bias(head)
+    size = CHUNK_ROWS[head.hidden.dtype]
+    for start in range(0, len(z), size):
+        rows = slice(start, min(start + size, len(z)))
+        part = head.rows(rows)
+        statistics[rows] = row_statistics(fill_logits(part, gemm, z[rows]), part, bias)
+    return statistics[:, 2].clone(), statistics[:, 3].clone()
 
 
 def logprob_backward(
@@ -138,21 +111,31 @@ def logprob_backward(
     scratch_bytes: float,
     needs: list[bool],
     weight_grad: Tensor | None,
+    stored: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of sum(dlogprob * logprob + dentropy * entropy), as in `policy_loss`; recomputes the logits."""
-    one = _OnePass(head, scratch_bytes, needs, weight_grad)
+    """Gradients of sum(dlogprob * logprob + dentropy * entropy), as in `policy_loss`.
+
+    stored: as `logprob` wrote it, of all rows; it is read. None: the logits are computed again.
+    """
+    one = _OnePass(head, scratch_bytes, needs, weight_grad, stored)
     one.run(lambda rows, *_: (dlogprob[rows], dentropy[rows]))
     return one.finish()
 
 
 class _OnePass:
-    """The chunk buffer, the gradient rows that wait at its front, and the outputs."""
+    """The chunk buffer, the gradient rows that wait at its front, and the outputs.
 
-    def __init__(self, head: Head, scratch_bytes: float, needs: list[bool], weight_grad: Tensor | None = None) -> None:
+    stored: logits and statistics of all rows; None: they are computed.
+    """
+
+    def __init__(
+        self, head: Head, scratch_bytes: float, needs: list[bool], weight_grad: Tensor | None = None,
+        stored: tuple[Tensor, Tensor] | None = None,
+    ) -> None:  # fmt: skip
         N, V = len(head.target), len(head.weight)
         rows = max(1, min(N, CHUNK_ROWS[head.hidden.dtype], int(scratch_bytes // (4 * V))))
-        self.library, self.weight_grad = native(), weight_grad
-        self.head = head._replace(hidden=dense(head.hidden), weight=dense(head.weight), target=head.target.contiguous())
+        self.library, self.weight_grad, self.stored = native(), weight_grad, stored
+        self.head = _dense(head)
         self.bias = wide_bias(head)
         self.gemm = gemm_of(head)
         self.needs = [needs[0], needs[1] or weight_grad is not None, needs[2]]
@@ -181,32 +164,40 @@ class _OnePass:
                 self._multiply(last=False)
             filled = len(self.waiting)
             part = slice(start, min(N, start + rows - filled))
-            z = self.buffer[filled : filled + part.stop - start]
-            head = self.head.rows(part)
-            fill_logits(head, self.gemm, z)
-            statistics = row_statistics(z, head, self.bias)
+            memory = self.buffer[filled : filled + part.stop - start]
+            z, statistics = self._logits(part, memory)
             self.logprob[part], self.entropy[part] = statistics[:, 2], statistics[:, 3]
             if slopes is not None:
                 slope = slopes(part, self.logprob[part], self.entropy[part])
                 if any(self.needs):
-                    self._gradient(part, z, statistics, *slope)
+                    self._gradient(part, z, memory, statistics, *slope)
             start = part.stop
         if any(self.needs):
             self._multiply(last=True)
-        self.library.rlplus_may_be_reclaimed(pointer(self.scratch), int64(self.scratch.nbytes))
-        kept_scratch[:] = [self.scratch]
+        give_back(self.scratch)
+
+    def _logits(self, rows: slice, memory: Tensor) -> tuple[Tensor, Tensor]:
+        """Logits (n, V), in `memory` unless they are stored, and statistics (n, 4)."""
+        if self.stored is not None:
+            return self.stored[0][rows], self.stored[1][rows]
+        head = self.head.rows(rows)
+        z = fill_logits(head, self.gemm, memory)
+        return z, row_statistics(z, head, self.bias)
 
     def finish(self) -> tuple[Tensor, Tensor, Tensor]:
         dweight = self.dweight if self.gemm is None else self.rounded
         return self.grads._replace(weight=dweight).finish(self.head, self.weight_grad)
 
-    def _gradient(self, rows: slice, z: Tensor, statistics: Tensor, dlogprob: Tensor, dentropy: Tensor | None) -> None:
-        """Write the gradients of the rows that have one to the front of z."""
+    def _gradient(
+        self, rows: slice, z: Tensor, out: Tensor, statistics: Tensor, dlogprob: Tensor, dentropy: Tensor | None
+    ) -> None:
+        """Write the gradients of the rows that have one to the front of out, which may be z."""
         active = dlogprob != 0
         if dentropy is not None:
             active |= dentropy != 0
         source = _slots(active)
-        _row_gradient(z, source, self.head.rows(rows), self.bias, statistics, dlogprob, dentropy, self.gemm is not None)
+        head, narrow = self.head.rows(rows), self.gemm is not None
+        row_gradient(z, out, source, head, self.bias, statistics, dlogprob, dentropy, narrow)
         self.waiting = torch.cat([self.waiting, source + rows.start])
 
     def _multiply(self, last: bool) -> None:
@@ -240,74 +231,7 @@ class _OnePass:
         )  # fmt: skip
 
 
-def native() -> ctypes.CDLL:
-    library = load()
-    assert library is not None, "`choose` has checked that the library is there"
-    return library
-
-
-def gemm_of(head: Head) -> tuple[ctypes.c_void_p, ctypes.c_void_p] | None:
-    """The GEMM for these inputs; None where they are multiplied in fp32."""
-    if head.hidden.dtype != torch.bfloat16 or head.hidden.shape[1] % 2 or (gemm := _torch_gemm()) is None:
-        return None
-    # Asked every time: torch.backends.mkldnn can be switched off, as DNNL_MAX_CPU_ISA can.
-    return gemm if native().rlplus_gemm_works(*gemm) else None
-
-
-def fill_logits(head: Head, gemm: tuple[ctypes.c_void_p, ctypes.c_void_p] | None, z: Tensor) -> Tensor:
-    """Written to z (n, V); hidden and weight `dense` where a GEMM is given."""
-    if gemm is None:
-        return logits_into(head, z)
-    hidden, weight = head.hidden, head.weight
-    V, H = weight.shape
-    columns = max(32, min(256, PACKED_BYTES // (2 * H) // 32 * 32))
-    native().rlplus_logits_bf16(
-        *gemm, pointer(hidden), int64(hidden.stride(0)), pointer(weight), int64(weight.stride(0)),
-        int64(len(hidden)), int64(H), int64(V), pointer(z), int64(columns), int64(PANEL_ROWS),
-        torch.get_num_threads(),
-    )  # fmt: skip
-    return z
-
-
-def cap_of(head: Head) -> ctypes.c_float:
-    """The bound of z + bias; the softcap bounds (z + bias) / temperature."""
-    return ctypes.c_float(0 if head.softcap is None else head.softcap * head.temperature)
-
-
-def inverse_temperature(head: Head) -> Tensor:
-    """1 / temperature (n,), fp32, of each row."""
-    inverse = torch.full((len(head.target),), 1 / head.temperature, dtype=torch.float32)
-    return inverse if head.row_temperature is None else inverse / head.row_temperature
-
-
-def row_statistics(z: Tensor, head: Head, bias: Tensor | None) -> Tensor:
-    """(n, 4): max of z + bias, capped, sum of exponentials without the largest, logprob, entropy; bias fp32."""
-    out, inverse = z.new_empty(len(z), 4), inverse_temperature(head)
-    native().rlplus_row_statistics(
-        pointer(z), pointer(bias), pointer(head.target), int64(len(z)), int64(z.shape[1]),
-        pointer(inverse), cap_of(head), pointer(out), torch.get_num_threads(),
-    )  # fmt: skip
-    return out
-
-
-def _row_gradient(
-    z: Tensor, source: Tensor, head: Head, bias: Tensor | None, statistics: Tensor, dlogprob: Tensor,
-    dentropy: Tensor | None, narrow: bool,
-) -> None:  # fmt: skip
-    """Row s of z becomes the gradient of row source[s], fp32 or, in the front half of the row's memory, bf16.
-
-    DEPTH - 1 zeros follow a bf16 row, as far as its memory has room.
-    """
-    dlogprob, dentropy = dlogprob.contiguous(), None if dentropy is None else dentropy.contiguous()
-    inverse = inverse_temperature(head)
-    native().rlplus_row_gradient(
-        pointer(z), pointer(bias), pointer(source), int64(len(source)), int64(z.shape[1]), pointer(head.target),
-        pointer(inverse), cap_of(head), pointer(statistics), pointer(dlogprob), pointer(dentropy),
-        int(narrow), torch.get_num_threads(),
-    )  # fmt: skip
-
-
-# ---- a block of the vocabulary, for rlplus.loss.backends.least
+# ---- the rows of a split head, for rlplus.loss.backends.sharded
 
 OVERWRITES = False
 
@@ -338,43 +262,23 @@ def known_rows(head: Head, rows: Statistics, dlogprob: Tensor, dentropy: Tensor 
 
 
 def block_gradient(head: Head, z: Tensor, known: tuple[Any, ...]) -> Tensor:
-    """In fp32, as its products are: a product of bf16 matrices is rounded to bf16, and blocks are added up."""
+    """In fp32, as its products are: a product of bf16 matrices is rounded to bf16, and chunks are added up."""
     source, statistics, dlogprob, dentropy = known
-    _row_gradient(z, source, head, wide_bias(head), statistics, dlogprob, dentropy, narrow=False)
+    row_gradient(z, z, source, head, wide_bias(head), statistics, dlogprob, dentropy, narrow=False)
     return z
-
-
-def add_dhidden(total: Tensor, dz: Tensor, head: Head) -> None:
-    total += _dhidden(dz, head)
 
 
 def _dhidden(dz: Tensor, head: Head) -> Tensor:
     if dz.dtype != head.weight.dtype:
         return dhidden(dz, head)
-    # The vendor's kernel for AMX may read up to DEPTH - 1 values past a row. `_row_gradient` leaves zeros there where
+    # The vendor's kernel for AMX may read up to DEPTH - 1 values past a row. `row_gradient` leaves zeros there where
     # the row's memory, V fp32 logits, has room for them.
     V = dz.shape[1]
     return torch.mm(dz if V >= DEPTH - 1 else torch.nn.functional.pad(dz, (0, DEPTH - V))[:, :V], head.weight)
 
 
-def wide_bias(head: Head) -> Tensor | None:
-    return None if head.bias is None else head.bias.to(torch.float32).contiguous()
-
-
-kept_scratch: list[Tensor] = []
-
-
-def take_scratch(size: int) -> Tensor:
-    """Uninitialised fp32 memory, an earlier call's if it is large enough.
-
-    The first touch of fresh memory would take a tenth of a bf16 pass. Memory kept between calls is marked MADV_FREE, so
-    the operating system can reclaim it.
-    """
-    try:
-        kept = kept_scratch.pop()  # taken out while in use: calls may run in several threads
-    except IndexError:
-        return torch.empty(size, dtype=torch.float32, device="cpu")
-    return kept if len(kept) >= size else torch.empty(size, dtype=torch.float32, device="cpu")
+def _dense(head: Head) -> Head:
+    return head._replace(hidden=dense(head.hidden), weight=dense(head.weight), target=head.target.contiguous())
 
 
 def _slots(active: Tensor) -> Tensor:
@@ -383,15 +287,3 @@ def _slots(active: Tensor) -> Tensor:
     slots = torch.arange(len(rows), device=active.device)
     slots[~active[: len(rows)]] = rows[rows >= len(rows)]
     return slots
-
-
-def dense(matrix: Tensor) -> Tensor:
-    """Rows without gaps between elements, starting at even offsets: the kernels read bf16 in pairs."""
-    return matrix if matrix.stride(1) == 1 and matrix.stride(0) % 2 == 0 else matrix.contiguous()
-
-
-def pointer(tensor: Tensor | None) -> ctypes.c_void_p:
-    return ctypes.c_void_p(None if tensor is None else tensor.data_ptr())
-
-
-int64 = ctypes.c_int64

@@ -6,15 +6,15 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from rlplus.loss.backends.cpp import (
+from rlplus.loss.backends.native import (
     CHUNK_ROWS,
     cap_of,
     dense,
     fill_logits,
     gemm_of,
+    give_back,
     int64,
     inverse_temperature,
-    kept_scratch,
     native,
     pointer,
     row_statistics,
@@ -36,8 +36,7 @@ def draws(head: Head, on: Tensor, scratch_bytes: float) -> Iterator[tuple[slice,
     for start in range(0, N, size):
         rows = slice(start, min(start + size, N))
         yield rows, _draw(head.rows(rows), on[rows], bias, scratch[: (rows.stop - start) * V].view(-1, V))
-    native().rlplus_may_be_reclaimed(pointer(scratch), int64(scratch.nbytes))
-    kept_scratch[:] = [scratch]
+    give_back(scratch)
 
 
 def _draw(head: Head, on: Tensor, bias: Tensor | None, z: Tensor) -> Drawn:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from rlplus.loss import library, verdicts
-from rlplus.loss.backends import cpp
+from rlplus.loss.backends import native
 from rlplus.loss.faults import advising
 from rlplus.loss.head import Head
 from rlplus.loss.precision import full_precision
@@ -58,7 +58,7 @@ def choose(name: str, device: torch.device, dtype: torch.dtype) -> Choice:
     if name not in BACKENDS:
         raise ValueError(f"want backend 'auto' or one of {', '.join(BACKENDS)}; got {name!r}")
     if name == "cpp":
-        cpp.check(device.type, dtype)
+        native.check(device.type, dtype)
     if name == "triton":
         _check_triton(device.type, dtype)
     return Choice(name, reason)
@@ -115,8 +115,10 @@ def _interpreted() -> bool:
 def _automatic(device: torch.device, dtype: torch.dtype) -> Choice:
     if device.type == "cuda" and device.index is not None:
         return _automatic_on_cuda(device, dtype)
-    if device.type == "cpu" and dtype in cpp.DTYPES:
-        return Choice("cpp", "it is built") if cpp.load() else Choice("torch", "'cpp' is not built, or does not load")
+    if device.type == "cpu" and dtype in native.DTYPES:
+        return (
+            Choice("cpp", "it is built") if native.load() else Choice("torch", "'cpp' is not built, or does not load")
+        )
     return Choice("torch", f"no other takes {dtype} on {device.type}")
 
 

@@ -20,7 +20,6 @@ H = 3584, V = 151,936, N = 16,384 in bf16 on an H200 they are 3584. The accumula
 for bf16 inputs and a single chunk there is none.
 """
 
-from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -33,7 +32,8 @@ from rlplus.kernels import policy_loss as token_kernels
 from rlplus.kernels import row_values as names
 from rlplus.loss import MISMATCH_STATS, STATS, Objective, TokenConstants
 from rlplus.loss.backends import token_arguments
-from rlplus.loss.backends.ways import Way, chunk_rows, gradient_dtype, way_of, width
+from rlplus.loss.backends.triton_chunks import Index, Work, arguments
+from rlplus.loss.backends.ways import Way, gradient_dtype, way_of, width
 from rlplus.loss.head import (
     Gradients,
     Head,
@@ -43,7 +43,6 @@ from rlplus.loss.head import (
     dweight,
     fp16_scale,
     fp16_weights,
-    logits_into,
     raw_logits,
 )
 from rlplus.loss.tokens import may_have_gradient
@@ -52,7 +51,6 @@ LOGPROB, ENTROPY, REFERENCE = names.LOGPROB.value, names.ENTROPY.value, names.RE
 LOGSUM, SLOPE, WIDTH = names.LOGSUM.value, names.SLOPE.value, names.WIDTH.value
 DLOGPROB, DENTROPY = names.DLOGPROB.value, names.DENTROPY.value
 PARTIALS, LOWEST = linear_kernels.PARTIALS.value, elementwise.LOWEST.value
-Index = slice | Tensor
 
 
 def policy_loss(
@@ -88,11 +86,28 @@ def policy_loss(
     return loss, logprob, entropy, stats[: len(kinds)].clone(), grads.finish()
 
 
-def logprob(head: Head, scratch_bytes: float) -> tuple[Tensor, Tensor]:
-    """-> logprob (N,), entropy (N,)."""
+def new_stored(head: Head, count: int) -> tuple[Tensor, Tensor]:
+    """Memory for what `logprob_backward` needs of so many rows: exponentials or logits, and values, (count, .)."""
+    rows = head.hidden.new_empty(count, width(head), dtype=stored_way(head).exponentials or head.dtype)
+    rows[:, len(head.weight) :] = 0  # what no kernel writes
+    return rows, head.hidden.new_empty(count, WIDTH, dtype=head.dtype)
+
+
+def release(stored: tuple[Tensor, Tensor]) -> None:
+    """What nobody reads any more: nothing to do."""
+
+
+def stored_way(head: Head, bonus: bool = True) -> Way:
+    """A way that serves whatever slopes come: behind a softcap an entropy's need logits."""
+    return way_of(head, True, bonus or head.softcap is not None)
+
+
+def logprob(head: Head, scratch_bytes: float, stored: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, Tensor]:
+    """-> logprob (N,), entropy (N,). stored: of all rows, which are written there; None: they are not kept."""
     logprob, entropy = (head.hidden.new_empty(len(head.target), dtype=head.dtype) for _ in range(2))
+    way = way_of(head, False) if stored is None else stored_way(head)
     with on_device(head.hidden.device):
-        for rows, _, values in Work(head, way_of(head, False), None, scratch_bytes).chunks():
+        for rows, _, values in Work(head, way, None, scratch_bytes, stored).chunks():
             logprob[rows], entropy[rows] = values[:, LOGPROB], values[:, ENTROPY]
     return logprob, entropy
 
@@ -104,14 +119,19 @@ def logprob_backward(
     scratch_bytes: float,
     needs: list[bool],
     weight_grad: Tensor | None,
+    stored: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of sum(dlogprob * logprob + dentropy * entropy), as in `policy_loss`; recomputes the logits."""
+    """Gradients of sum(dlogprob * logprob + dentropy * entropy), as in `policy_loss`.
+
+    stored: as `logprob` wrote it, of all rows; it is read. None: the logits are computed again.
+    """
     grads = _Gradients(head, needs, [dlogprob, dentropy], weight_grad)
     with on_device(head.hidden.device):
         which, _ = sets((dlogprob != 0) | (dentropy != 0), True)[0]
         bonus = _capturing(head.hidden.device) or bool((dentropy != 0).any())
-        work = Work(head, way_of(head, True, bonus), which, scratch_bytes)
-        for rows, part, values in work.chunks():
+        way = way_of(head, True, bonus) if stored is None else stored_way(head, bonus)
+        work = Work(head, way, which, scratch_bytes, stored)
+        for rows, part, values in work.chunks() if stored is None else work.stored_chunks():
             values[:, DLOGPROB], values[:, DENTROPY] = dlogprob[rows], dentropy[rows]
             grads.add(work, rows, part, values)
         return grads.finish()
@@ -176,96 +196,6 @@ def block_gradient(head: Head, z: Tensor, values: Tensor) -> Tensor:
     with on_device(z.device):
         row_kernels.row_gradient(dz, values, z, z.shape[1], *arguments(head), block=tiling.GRADIENT)
     return dz
-
-
-# ---- chunks
-
-
-class Work:
-    """Chunks of rows on one way, and the buffers that they share."""
-
-    def __init__(self, head: Head, way: Way, which: Tensor | None, scratch_bytes: float) -> None:
-        self.head, self.way, self.which = head, way, which
-        self.count = len(head.target) if which is None else len(which)
-        self.rows = chunk_rows(head._replace(target=head.target[: self.count]), way, scratch_bytes)
-        self.logits = self._buffer(head.dtype if way.tile is None else None)
-        self.exponentials = self._buffer(way.exponentials)
-        self.dlogits = self.logits if way.dlogits == head.dtype else self._buffer(way.dlogits)
-
-    def _buffer(self, dtype: torch.dtype | None) -> Tensor | None:
-        return None if dtype is None else self.head.hidden.new_empty(self.rows, width(self.head), dtype=dtype)
-
-    def chunks(self) -> Iterator[tuple[Index, Head, Tensor]]:
-        """Which rows, the head of those alone, and values (n, WIDTH) with their statistics."""
-        for start in range(0, self.count, self.rows):
-            rows: Index = slice(start, min(start + self.rows, self.count))
-            if self.which is not None:
-                rows = self.which[rows]
-            head = self.head.rows(rows)
-            values = head.hidden.new_empty(len(head.target), WIDTH, dtype=head.dtype)
-            linear_kernels.target_logits(values, head.hidden, head.weight, *arguments(head))
-            (self._vendor if self.way.tile is None else self._ours)(head, values)
-            yield rows, head, values
-
-    def _vendor(self, head: Head, values: Tensor) -> None:
-        n, V = len(values), len(head.weight)
-        logits, kept = self._of(self.logits, n), self._of(self.exponentials, n)
-        assert logits is not None
-        if head.mixed:
-            torch.mm(head.hidden, head.weight.t(), out_dtype=head.dtype, out=logits[:, :V])
-        else:
-            logits_into(head, logits[:, :V])
-        parts = 1
-        if kept is None:
-            parts = max(1, min(-(-V // tiling.STATISTICS.BLOCK_V), -(-tiling.PROGRAMS // n)))
-        partial = values.new_empty(parts, PARTIALS, n)
-        rest = arguments(head)
-        row_kernels.row_exponentials(partial, kept, values, logits, V, *rest, block=tiling.STATISTICS)
-        linear_kernels.finish_rows(values, partial, V, rest[0])
-
-    def _ours(self, head: Head, values: Tensor) -> None:
-        tile, n, V, kept, rest = self.way.tile, len(values), len(head.weight), self.exponentials, arguments(head)
-        assert tile is not None
-        kept, hidden, weight = self._of(kept, n), head.hidden.contiguous(), head.weight
-        if not hidden.is_cuda:  # the interpreter's bf16 is wrong
-            hidden, weight = hidden.to(head.dtype), weight.to(head.dtype)
-        partial = values.new_empty(-(-V // tile.BLOCK_V), PARTIALS, n)
-        marked = torch.empty(n, dtype=torch.int32, device=values.device)
-        product = (values, hidden, weight, *rest)
-        linear_kernels.linear_exponentials(partial, kept, *product, tile=tile)
-        linear_kernels.finish_rows(values, partial, V, rest[0], marked)
-        # Nearly always there is none, and these launches end at once.
-        listed = marked.argsort(descending=True, stable=True), marked.sum()
-        linear_kernels.linear_exponentials(partial, None, *product, tile=tile, listed=listed)
-        linear_kernels.finish_rows(values, partial, V, rest[0], marked, again=True)
-        if kept is not None:
-            linear_kernels.linear_exponentials(partial, kept, *product, tile=tile, listed=listed)
-
-    def differentiate(
-        self, head: Head, values: Tensor, scale: Tensor | None
-    ) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
-        """-> dlogits (n, V), and None; or exponentials, their factors (n,) and the targets' own elements (n,).
-
-        scale: of the slopes of fp16."""
-        n, (V, _), block = len(values), head.weight.shape, tiling.GRADIENT
-        if self.exponentials is not None:
-            e = self.exponentials[:n]
-            factor, own = values.new_empty(n), values.new_empty(n)  # each aligned, whatever n is
-            rest = (head.target.contiguous(), head.temperature, arguments(head)[-1])
-            row_kernels.close_rows(factor, own, values, e, V, *rest, self.way.bonus, block)
-            return e[:, :V], (factor, own)
-        assert self.logits is not None
-        assert self.dlogits is not None
-        if scale is not None:
-            values[:, DLOGPROB : DENTROPY + 1] *= scale
-        logits = self.logits[:n]
-        out = logits if self.dlogits is self.logits else self.dlogits[:n]
-        row_kernels.row_gradient(out, values, logits, V, *arguments(head), block=block)
-        return out[:, :V], None
-
-    @staticmethod
-    def _of(x: Tensor | None, n: int) -> Tensor | None:
-        return None if x is None else x[:n]
 
 
 class _Gradients:
@@ -357,9 +287,3 @@ def _capturing(device: torch.device) -> bool:
 def on_device(device: torch.device) -> AbstractContextManager:
     """Make the tensor's device the current one, on which Triton launches."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
-
-
-def arguments(head: Head) -> tuple[Tensor, Tensor | None, float, float | None, Tensor | None]:
-    """The last arguments of the row kernels."""
-    bias, own = (None if x is None else x.contiguous() for x in (head.bias, head.row_temperature))
-    return head.target.contiguous(), bias, head.temperature, head.softcap, own

@@ -1,0 +1,137 @@
+"""Chunks of rows of the `triton` backend: the first GEMM, and what the backward GEMMs read."""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from rlplus.kernels import exponentials as row_kernels
+from rlplus.kernels import linear_logprob as linear_kernels
+from rlplus.kernels import row_values as names
+from rlplus.kernels import tiling
+from rlplus.loss.backends.ways import Way, chunk_rows, width
+from rlplus.loss.head import Head, logits_into
+
+WIDTH, DLOGPROB, DENTROPY = names.WIDTH.value, names.DLOGPROB.value, names.DENTROPY.value
+PARTIALS = linear_kernels.PARTIALS.value
+Index = slice | Tensor
+
+
+class Work:
+    """Chunks of rows on one way, and the buffers that they share."""
+
+    def __init__(
+        self, head: Head, way: Way, which: Tensor | None, scratch_bytes: float,
+        stored: tuple[Tensor, Tensor] | None = None,
+    ) -> None:  # fmt: skip
+        self.head, self.way, self.which, self.stored = head, way, which, stored
+        self.count = len(head.target) if which is None else len(which)
+        self.rows = chunk_rows(head._replace(target=head.target[: self.count]), way, scratch_bytes)
+        self.logits: Tensor | None = None  # (n, .) of the chunk, as the exponentials are
+        self.exponentials: Tensor | None = None
+        self.dlogits = None if way.dlogits == head.dtype and stored is None else self._buffer(way.dlogits)
+
+    def _buffer(self, dtype: torch.dtype | None) -> Tensor | None:
+        return None if dtype is None else self.head.hidden.new_empty(self.rows, width(self.head), dtype=dtype)
+
+    def chunks(self) -> Iterator[tuple[Index, Head, Tensor]]:
+        """Which rows, the head of those alone, and values (n, WIDTH) with their statistics."""
+        way, buffer = self.way, None
+        logits = self._buffer(self.head.dtype if way.tile is None else None)
+        if self.stored is None:
+            buffer = self._buffer(way.exponentials)
+        for rows in self._spans():
+            head = self.head.rows(rows)
+            n = len(head.target)
+            self.logits, self.exponentials = self._of(logits, n), self._of(buffer, n)
+            if self.stored is not None:
+                self._take(self.stored[0][rows])
+            values = head.hidden.new_empty(len(head.target), WIDTH, dtype=head.dtype)
+            linear_kernels.target_logits(values, head.hidden, head.weight, *arguments(head))
+            (self._vendor if self.way.tile is None else self._ours)(head, values)
+            if self.stored is not None:
+                values[:, DLOGPROB : DENTROPY + 1] = 0  # not known yet
+                self.stored[1][rows] = values
+            yield rows, head, values
+
+    def stored_chunks(self) -> Iterator[tuple[Index, Head, Tensor]]:
+        """As `chunks`, of rows that an earlier one has stored."""
+        assert self.stored is not None
+        for rows in self._spans():
+            self._take(self.stored[0][rows])
+            yield rows, self.head.rows(rows), self.stored[1][rows].clone()
+
+    def _spans(self) -> Iterator[Index]:
+        for start in range(0, self.count, self.rows):
+            rows = slice(start, min(start + self.rows, self.count))
+            yield rows if self.which is None else self.which[rows]
+
+    def _take(self, rows: Tensor) -> None:
+        if self.way.exponentials is None:
+            self.logits = rows
+        else:
+            self.exponentials = rows
+
+    def _vendor(self, head: Head, values: Tensor) -> None:
+        n, V = len(values), len(head.weight)
+        logits, kept = self.logits, self.exponentials
+        assert logits is not None
+        if head.mixed:
+            torch.mm(head.hidden, head.weight.t(), out_dtype=head.dtype, out=logits[:, :V])
+        else:
+            logits_into(head, logits[:, :V])
+        parts = 1
+        if kept is None:
+            parts = max(1, min(-(-V // tiling.STATISTICS.BLOCK_V), -(-tiling.PROGRAMS // n)))
+        partial = values.new_empty(parts, PARTIALS, n)
+        rest = arguments(head)
+        row_kernels.row_exponentials(partial, kept, values, logits, V, *rest, block=tiling.STATISTICS)
+        linear_kernels.finish_rows(values, partial, V, rest[0])
+
+    def _ours(self, head: Head, values: Tensor) -> None:
+        tile, n, V, kept, rest = self.way.tile, len(values), len(head.weight), self.exponentials, arguments(head)
+        assert tile is not None
+        hidden, weight = head.hidden.contiguous(), head.weight
+        if not hidden.is_cuda:  # the interpreter's bf16 is wrong
+            hidden, weight = hidden.to(head.dtype), weight.to(head.dtype)
+        partial = values.new_empty(-(-V // tile.BLOCK_V), PARTIALS, n)
+        marked = torch.empty(n, dtype=torch.int32, device=values.device)
+        product = (values, hidden, weight, *rest)
+        linear_kernels.linear_exponentials(partial, kept, *product, tile=tile)
+        linear_kernels.finish_rows(values, partial, V, rest[0], marked)
+        # Nearly always there is none, and these launches end at once.
+        listed = marked.argsort(descending=True, stable=True), marked.sum()
+        linear_kernels.linear_exponentials(partial, None, *product, tile=tile, listed=listed)
+        linear_kernels.finish_rows(values, partial, V, rest[0], marked, again=True)
+        if kept is not None:
+            linear_kernels.linear_exponentials(partial, kept, *product, tile=tile, listed=listed)
+
+    def differentiate(
+        self, head: Head, values: Tensor, scale: Tensor | None
+    ) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
+        """-> dlogits (n, V), and None; or exponentials, their factors (n,) and the targets' own elements (n,).
+
+        scale: of the slopes of fp16."""
+        n, (V, _), block = len(values), head.weight.shape, tiling.GRADIENT
+        if self.exponentials is not None:
+            e = self.exponentials
+            factor, own = values.new_empty(n), values.new_empty(n)  # each aligned, whatever n is
+            rest = (head.target.contiguous(), head.temperature, arguments(head)[-1])
+            row_kernels.close_rows(factor, own, values, e, V, *rest, self.way.bonus, block)
+            return e[:, :V], (factor, own)
+        assert self.logits is not None
+        if scale is not None:
+            values[:, DLOGPROB : DENTROPY + 1] *= scale
+        out = self.logits if self.dlogits is None else self.dlogits[:n]
+        row_kernels.row_gradient(out, values, self.logits, V, *arguments(head), block=block)
+        return out[:, :V], None
+
+    @staticmethod
+    def _of(x: Tensor | None, n: int) -> Tensor | None:
+        return None if x is None else x[:n]
+
+
+def arguments(head: Head) -> tuple[Tensor, Tensor | None, float, float | None, Tensor | None]:
+    """The last arguments of the row kernels."""
+    bias, own = (None if x is None else x.contiguous() for x in (head.bias, head.row_temperature))
+    return head.target.contiguous(), bias, head.temperature, head.softcap, own
