@@ -17,6 +17,7 @@ from docs import (
     models_page,
     paper_figure,
     question_figures,
+    sampled_figure,
     what_fits,
 )
 from docs.configuration_keys import keys, table
@@ -305,6 +306,10 @@ PARTS: dict[str, dict[str, Callable[[], str]]] = {
     "README.md": {"peers": peers},
     "docs/index.md": {"step": first_step.code},
     "docs/kernels.md": {"measurements": measurements},
+    "docs/pytorch.md": {
+        "update-noise": partial(sampled_figure.update, table, ROOT),
+        "noisy-training": partial(sampled_figure.training, table, ROOT),
+    },
     "docs/systems.md": {"presets": presets},
     "docs/configuration.md": {"keys": keys},
     "docs/evaluation.md": {"benchmarks": benchmarks},
@@ -346,6 +351,7 @@ def pages(derived: dict[str, dict[str, Callable[[], str]]] = PARTS) -> Iterator[
             text = with_part(text, part, make())
         yield ROOT / name, text
     yield ROOT / "docs/paper.svg", paper_figure.draw(most_repeated(PAPER), "RL-PLUS")
+    yield sampled_figure.figure(ROOT)
     yield from question_figures.figures(ROOT)
 
 

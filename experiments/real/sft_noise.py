@@ -3,12 +3,11 @@
 Two seeds with each, by preset sft on smollm2-135m.yaml; a seed has the same sequences in the same order with both.
 MODEL is a folder of transformers' files, DATA one with train.parquet and test.parquet of `examples/prepare_data.py`.
 FOLDER gets the runs, and sampled-sft.json with the loss of every step, before its update, and the noise of its
-gradient. The same command goes on after the last run that is finished. About half an hour of one core.
+gradient. The same command goes on where it was stopped. About half an hour of one core.
 """
 
 import argparse
 import json
-import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -33,12 +32,11 @@ METRICS |= {"elements": "actor/backward_elements", "flat_rows": "actor/backward_
 
 
 def train(folder: Path, overrides: dict[str, Any]) -> None:
-    """A run in `folder`, from its start unless it is finished."""
+    """A run in `folder`, from where it was stopped, unless it is finished."""
     if (folder / "model").is_dir():
         return
-    shutil.rmtree(folder, ignore_errors=True)
     values = [f"{key}={json.dumps(value)}" for key, value in overrides.items()]
-    command = [sys.executable, "-m", "rlplus", "train", str(CONFIG), f"output_dir={folder}", *values]
+    command = [sys.executable, "-m", "rlplus", "train", "--resume=auto", str(CONFIG), f"output_dir={folder}", *values]
     if status := subprocess.run(command).returncode:
         sys.exit(status)
 

@@ -83,7 +83,7 @@ def test_finished_runs_are_kept_and_their_curves_written(tmp_path: Path, monkeyp
     calls: list[dict[str, str]] = []
 
     def finish(command: list[str]) -> Any:
-        given = dict(each.split("=", 1) for each in command[5:])
+        given = dict(each.split("=", 1) for each in command[6:])
         calls.append(given)
         folder, noise = Path(given["output_dir"]), {}
         if given["train.backward"] == '"sampled"':
