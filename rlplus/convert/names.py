@@ -1,6 +1,7 @@
 """Names of a Python file: the values that its syntax shows."""
 
 import ast
+import sys
 from collections import defaultdict
 from typing import Any
 
@@ -9,7 +10,9 @@ from rlplus.convert.expressions import Unknown, calculate, number
 READ = ("GRPOConfig", "GRPOTrainer", "LoraConfig", "load_dataset")
 SHOWING = ("print", "len", "repr", "str")
 BINDING = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.ExceptHandler, ast.MatchAs, ast.MatchStar)
-ANYTHING = ("exec", "globals", "locals")  # may bind any name
+NAMING = {"setattr", "delattr", "__setattr__", "__delattr__"}  # set what a text names
+ANYTHING = {"exec", "eval", "globals", "locals", "vars", "builtins", "__import__", "__builtins__"}  # may set any name
+ANYTHING_OF = {"__dict__", "__globals__", "f_globals", "f_locals"}  # attributes that may
 STEPS = 10_000  # the most nodes of a value: names of names double them without end
 DEPTH = 100
 TABLES = 200  # the most dictionaries of a file, which may contain each other
@@ -27,13 +30,14 @@ def ctx_of(node: ast.expr) -> ast.expr_context:
 
 
 class Names:
-    """parents: the node around each node."""
+    """parents: the node around each node. stored: attributes that are set, and where; "" for any, and any name."""
 
     def __init__(self, tree: ast.AST) -> None:
         self.parents = {child: node for node in ast.walk(tree) for child in ast.iter_child_nodes(node)}
+        self.stored: dict[str, ast.expr | ast.stmt] = {}
         self._bound: dict[str, list[ast.AST]] = defaultdict(list)  # the value of each plain assignment, else a node
-        self._loads: dict[str, list[ast.Name]] = defaultdict(list)
-        self._attributes = [node for node in self.parents if isinstance(node, ast.Attribute) and node.attr == "args"]
+        self._loads: dict[str, list[ast.expr]] = defaultdict(list)
+        self._kept: dict[str, bool] = {}
         self._star = 0
         self._left = STEPS
         self._tables = TABLES
@@ -46,49 +50,112 @@ class Names:
             plain = isinstance(parent, ast.Assign | ast.AnnAssign) and parent.value is not None
             if isinstance(node.ctx, ast.Load):
                 self._loads[node.id].append(node)
+                self._look(node, node.id, ANYTHING)
             else:
                 self._bound[node.id].append(parent.value if plain else node)  # type: ignore[attr-defined]
+        elif isinstance(node, ast.Attribute):
+            if isinstance(node.ctx, ast.Load):
+                self._loads[f".{node.attr}"].append(node)
+                self._look(node, node.attr, ANYTHING_OF)
+            elif not (isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")):
+                self._store(node.attr, node)
         elif isinstance(node, ast.arg):
             self._bound[node.arg].append(node)
         elif isinstance(node, ast.ImportFrom | ast.Import):
             for alias in node.names:
                 self._bound[alias.asname or alias.name.partition(".")[0]].append(node)
-                self._star = max(self._star, node.lineno * (alias.name == "*"))
-        elif isinstance(node, ast.Call) and called(node) in ANYTHING:
-            self._star = max(self._star, node.lineno)
+                if alias.name in ANYTHING:
+                    self._store("", node)
+                if alias.name == "*":
+                    once = isinstance(self.parents[node], ast.Module)
+                    self._star = max(self._star, node.lineno if once else sys.maxsize)
         elif isinstance(node, BINDING) and node.name:
             self._bound[node.name].append(node)
         elif isinstance(node, ast.MatchMapping) and node.rest:
             self._bound[node.rest].append(node)
 
+    def _store(self, name: str, node: ast.expr | ast.stmt) -> None:
+        """Take an attribute for set, and a name, as the attribute may be a module's."""
+        self.stored[name] = node
+        self._bound[name].append(node)
+
+    def _look(self, node: ast.expr, name: str, anything: set[str]) -> None:
+        """Take what a use of one of Python's own names may set for set."""
+        call = self.parents[node]
+        if name in NAMING:
+            named: Any = call.args[1:2] if isinstance(call, ast.Call) and call.func is node else []
+            constant = isinstance(named[0], ast.Constant) if named else False
+            self._store(str(named[0].value) if constant else "", node)
+        elif name in anything:
+            self._store("", node)
+
     def all(self, name: str) -> list[ast.expr]:
         """The values of all assignments of a name; Unknown if anything else binds it."""
         bound = self._bound.get(name, [])
         plain = [node for node in bound if isinstance(node, ast.expr) and isinstance(ctx_of(node), ast.Load)]
-        if not bound or len(plain) != len(bound) or any(node.lineno < self._star for node in plain):
+        doubtful = "" in self.stored or any(node.lineno < self._star for node in plain)
+        if not bound or len(plain) != len(bound) or doubtful:
             raise Unknown
         return plain
 
     def one(self, name: str) -> ast.expr:
-        """The value of a name's only assignment, which nothing changes; else Unknown."""
+        """The value of a name's only assignment; else Unknown."""
         values = self.all(name)
-        changes = isinstance(values[0], ast.Dict | ast.List | ast.Set | ast.Call | ast.ListComp | ast.DictComp)
-        if len(values) != 1 or (changes and not all(map(self._keeps, self._loads[name]))):
+        if len(values) != 1:
             raise Unknown
         return values[0]
 
-    def _keeps(self, node: ast.Name) -> bool:
-        """Whether a use of a name cannot change what it stands for."""
-        parent = self.parents[node]
-        if isinstance(parent, ast.Subscript):
-            while isinstance(parent, ast.Subscript) and isinstance(parent.ctx, ast.Load):
-                parent = self.parents[parent]
-            return not isinstance(parent, ast.Subscript | ast.Attribute)
-        copied = isinstance(parent, ast.keyword) and parent.arg is None
-        merged = isinstance(parent, ast.Dict) and any(
-            key is None and value is node for key, value in zip(parent.keys, parent.values, strict=True)
-        )
-        return copied or merged or any(self.is_read_by(node, name) for name in (*READ, *SHOWING))
+    def container(self, name: str) -> ast.expr:
+        """The value of a name that is assigned once, alone, and used in no way that may change a container."""
+        value = self.one(name)
+        if name not in self._kept:
+            self._kept[name] = False  # while its uses are looked at
+            self._kept[name] = self._is_alone(value) and all(map(self._is_read, self._loads[name]))
+        if not self._kept[name]:
+            raise Unknown
+        return value
+
+    def _is_alone(self, value: ast.expr) -> bool:
+        """Whether a value is assigned to one name."""
+        parent = self.parents[value]
+        targets = getattr(parent, "targets", None) or [getattr(parent, "target", None)]
+        return isinstance(parent, ast.Assign | ast.AnnAssign) and len(targets) == 1 and isinstance(targets[0], ast.Name)
+
+    def _is_read(self, node: ast.expr) -> bool:
+        """Whether a use of a container cannot change it."""
+        start, parent = node, self.parents[node]
+        while isinstance(parent, ast.Subscript) and parent.value is node and isinstance(parent.ctx, ast.Load):
+            node, parent = parent, self.parents[parent]
+        if isinstance(parent, ast.BinOp | ast.UnaryOp | ast.FormattedValue | ast.Compare):
+            return node is not start
+        if any(self.is_read_by(node, name) for name in (*READ, *SHOWING)):
+            return True
+        if not isinstance(parent, ast.Dict) and not self.is_read_by(node, "dict"):
+            return False
+        while isinstance(parent, ast.Dict | ast.keyword) or called(parent) == "dict":  # which share what is inside
+            node, parent = parent, self.parents[parent]  # type: ignore[assignment]
+        if any(self.is_read_by(node, name) for name in READ) or called(parent) in READ:
+            return True
+        try:
+            return self._is_alone(node) and bool(self.container(parent.targets[0].id))  # type: ignore[attr-defined]
+        except (Unknown, AttributeError):
+            return False
+
+    def reads_data(self, name: str) -> bool:
+        """Whether no use of a name of data changes them in place: methods whose results are used make new data."""
+        for node in self._loads[name]:
+            last, parent = node, self.parents[node]
+            while isinstance(parent, ast.Attribute | ast.Subscript | ast.Call) and last in (
+                getattr(parent, "value", None),
+                getattr(parent, "func", None),
+            ):
+                if not isinstance(ctx_of(parent), ast.Load):
+                    return False
+                last, parent = parent, self.parents[parent]
+            used = not isinstance(parent, ast.Expr) if last is not node else False
+            if not used and not any(self.is_read_by(node, reader) for reader in (*READ, *SHOWING)):
+                return False
+        return True
 
     def is_read_by(self, node: ast.AST, name: str) -> bool:
         """Whether a node is an argument of a call of that name."""
@@ -96,12 +163,19 @@ class Names:
         call = self.parents.get(parent) if isinstance(parent, ast.keyword) else parent
         return isinstance(call, ast.Call) and call.func is not node and called(call) == name
 
-    def uses(self, call: ast.Call) -> list[ast.expr]:
-        """The uses of what a call makes: of the names it is assigned to, and of attributes called args."""
-        names = [name for name, bound in self._bound.items() if call in bound]
-        args = [node for node in self._attributes if isinstance(self.parents[node], ast.Attribute)]
-        setters = [node for node in self._attributes if self.is_read_by(node, "setattr")]
-        return [*(node for name in names for node in self._loads[name]), *args, *setters]
+    def uses(self, call: ast.Call) -> list[ast.expr] | None:
+        """The uses of what a call makes; None where it may be used elsewhere, too."""
+        parent = self.parents[call]
+        kind = called(call)
+        imported = all(isinstance(node, ast.ImportFrom | ast.Import) for node in self._bound.get(kind, ()))
+        if not imported or self.stored.keys() & {"", "args"}:
+            return None
+        if isinstance(parent, ast.Expr) or self.is_read_by(call, "GRPOTrainer"):
+            return self._loads[".args"]
+        if self._is_alone(call):
+            name = next(name for name, bound in self._bound.items() if call in bound)
+            return self._loads[name] + self._loads[".args"] if self._bound[name] == [call] else None
+        return None
 
     def made_by(self, node: ast.expr, calls: list[ast.Call]) -> bool:
         """Whether a node is the only one of the calls, or a name that is only assigned to it."""
@@ -126,7 +200,7 @@ class Names:
         for _ in range(DEPTH):
             if not isinstance(node, ast.Name):
                 return node
-            node = self.one(node.id)
+            node = self.container(node.id)
         raise Unknown
 
     def returned(self, call: ast.Call) -> ast.expr:
@@ -171,7 +245,10 @@ class Names:
         if isinstance(node, ast.Constant) and isinstance(node.value, str | bool | int | float | None):
             return node.value if isinstance(node.value, str | bool | None) else number(node.value)
         if isinstance(node, ast.Name):
-            return self._value(self.one(node.id), depth)
+            value = self._value(self.one(node.id), depth)
+            if isinstance(value, list | dict):
+                self.container(node.id)
+            return value
         if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
             return -number(self._value(node.operand, depth))
         if isinstance(node, ast.BinOp):

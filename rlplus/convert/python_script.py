@@ -4,10 +4,13 @@ A name is known where a plain assignment is the only thing in the file that bind
 """
 
 import ast
+from types import NoneType
 
+from rlplus.config.synonyms import TRL, WITHOUT
 from rlplus.convert.draft import Script
 from rlplus.convert.expressions import Unknown
-from rlplus.convert.names import READ, Names, called
+from rlplus.convert.names import READ, SHOWING, Names, called
+from rlplus.convert.trl_arguments import DEFAULTS
 
 PARSERS = ("TrlParser", "HfArgumentParser", "parse_args_into_dataclasses")
 POSITIONS = {  # names of positional arguments, by the call
@@ -19,6 +22,7 @@ POSITIONS = {  # names of positional arguments, by the call
     "load_dataset": ("path", "name"),
 }  # fmt: skip
 
+SIMPLE = (str, int, float, NoneType)
 MADE = {"args": "GRPOConfig", "peft_config": "LoraConfig"}  # the calls that make them are read, too
 
 Entry = tuple[str, ast.expr | None, int]  # a keyword, its value if that is sure, its line
@@ -40,11 +44,12 @@ def read_python(text: str, name: str) -> Script:
         raise ValueError(f"{name}: want one call of TRL's GRPOConfig; got {_came(configs, calls)}")
     script = Script()
     _put_all(script, names, "", _entries(names, configs[0]))
-    _doubt_later(script, names, configs[0])
+    _doubt_later(script, names, configs[0], "", {*TRL, *WITHOUT["TRL"], *DEFAULTS})
     sources = [_read_trainer(script, names, trainer, found) for trainer in found["GRPOTrainer"]]
     for lora in found["LoraConfig"]:
         sure = len(found["LoraConfig"]) == 1
         _put_all(script, names, "LoraConfig.", _entries(names, lora), sure)
+        _doubt_later(script, names, lora, "LoraConfig.", set())
         script.put("LoraConfig", True, lora.lineno)
     for call in found["load_dataset"]:
         if call not in sources:
@@ -107,22 +112,35 @@ def _put_all(script: Script, names: Names, prefix: str, entries: list[Entry], su
             script.doubt(f"{prefix}{name}", line)
 
 
-def _doubt_later(script: Script, names: Names, config: ast.Call) -> None:
-    """Doubt the config's attributes that are assigned to, and list where else it may be changed."""
-    for node in names.uses(config):
+def _doubt_later(script: Script, names: Names, made: ast.Call, prefix: str, known: set[str]) -> None:
+    """Doubt what may be set of what a call makes: known attributes of anything, and all where it is used otherwise."""
+    entries = [name for name in (*script.settings, *script.unread) if name.startswith(prefix)]
+    given = {name.removeprefix(prefix).partition(".")[0] for name in entries}
+    for name in names.stored.keys() & (given | known):
+        script.doubt(f"{prefix}{name}", names.stored[name].lineno)
+    uses = names.uses(made)
+    escapes: list[ast.AST] = [made] if uses is None else []
+    for node in uses or ():
         parent = names.parents[node]
         above = names.parents[parent]
         if isinstance(parent, ast.Attribute):
-            if isinstance(above, ast.Call) and above.func is parent:
-                script.doubt(f"{ast.unparse(above)[:60]}, where the config may be changed", node.lineno)
-            elif not isinstance(parent.ctx, ast.Load) or isinstance(above, ast.Subscript | ast.Attribute):
-                script.doubt(parent.attr, parent.lineno)
-        elif isinstance(parent, ast.Call) and called(parent) == "setattr" and parent.args[0] is node:
-            name = parent.args[1] if len(parent.args) > 1 else None
-            text = str(name.value) if isinstance(name, ast.Constant) else ast.unparse(parent)[:60]
-            script.doubt(text, parent.lineno)
-        elif not names.is_read_by(node, "GRPOTrainer"):
-            script.doubt(f"{ast.unparse(parent)[:60]}, where the config may be changed", node.lineno)
+            name = f"{prefix}{parent.attr}"
+            container = parent.attr in given and not isinstance(script.settings.get(name, ()), SIMPLE)
+            if not isinstance(parent.ctx, ast.Load):
+                script.doubt(name, parent.lineno)
+            elif parent.attr not in given | known or getattr(above, "func", None) is parent:
+                escapes.append(above)
+            elif container:
+                script.doubt(name, parent.lineno)
+        elif names.is_read_by(node, "setattr"):
+            script.doubt(f"{prefix}{getattr(parent.args[1], 'value', '')}", node.lineno)  # type: ignore[attr-defined]
+        elif not any(names.is_read_by(node, reader) for reader in ("GRPOTrainer", *SHOWING)):
+            escapes.append(parent)
+    for place in escapes:
+        line = getattr(place, "lineno", made.lineno)
+        for name in given:
+            script.doubt(f"{prefix}{name}", line)
+        script.doubt(f"{ast.unparse(place)[:60]}, where the config may be changed", line)
 
 
 def _read_trainer(script: Script, names: Names, trainer: ast.Call, found: dict[str, list[ast.Call]]) -> ast.Call | None:
@@ -131,7 +149,7 @@ def _read_trainer(script: Script, names: Names, trainer: ast.Call, found: dict[s
     data = None
     for name, node, line in _entries(names, trainer):
         try:
-            if len(found["GRPOTrainer"]) > 1 or node is None:
+            if len(found["GRPOTrainer"]) > 1 or node is None or names.stored.keys() & {"", name}:
                 raise Unknown
             if name == "reward_funcs":
                 script.put("GRPOTrainer.reward_funcs", names.functions(node), line)
@@ -169,6 +187,8 @@ def _sources(
 ) -> None:
     """Follow names, methods and functions that return data, to calls of load_dataset; Unknown for anything else."""
     if isinstance(node, ast.Name):
+        if not names.reads_data(node.id):
+            raise Unknown
         values = [] if node.id in seen else names.all(node.id)
         seen.add(node.id)
         for value in values:

@@ -1,7 +1,7 @@
 """verl's overrides, read from a shell script, which is never executed.
 
-A variable is known where each of its assignments is a plain one outside of conditions, loops and functions. All else
-that can change it makes it unknown.
+A variable is known where plain assignments, each executed once and in its place, are all that sets it. Whatever else
+may set it makes it unknown.
 """
 
 import ast
@@ -13,26 +13,28 @@ from typing import Any
 from rlplus.common.yaml_text import parse_yaml
 from rlplus.convert.draft import Script
 from rlplus.convert.expressions import Unknown, calculate, number
+from rlplus.convert.shell_changes import ASSIGNED, DECLARING, HARMLESS, NAME, Change, changes, counted
 from rlplus.convert.shell_words import Command, Part, Scanner, Word
 from rlplus.convert.verl_overrides import OPTIONS
 
 PROGRAM = re.compile(r"(?:.*[./])?(?:async_)?main_(?:ppo|dapo)(?:_\w+)?(?:\.py)?")
 OTHERS = re.compile(r"\b(?:verl\.[\w.]*|recipe\.[\w.]*|openrlhf\.cli\.)\w+")
-ASSIGNED = re.compile(r"(\w+)(\+?=)")
-DECLARING = {"export", "local", "readonly", "declare", "typeset"}
-CHANGING = {"read", "unset", "mapfile", "readarray", "getopts", "let", "printf", "for", "select"}
-READING = {"source", ".", "eval"}
-DEFAULTED = re.compile(r"\$\{(\w+):?=")
-COUNTED = re.compile(r"(?:\+\+|--)([A-Za-z_]\w*)|([A-Za-z_]\w*)\s*(?:\+\+|--|[-+*/%|&^<>]*=(?!=))")
+OWN = re.compile(  # variables that bash itself sets, most of them without an assignment in the script
+    r"|0|_|BASH\w*|COLUMNS|COMP_\w*|COPROC|DIRSTACK|EPOCH\w*|EUID|FUNCNAME|GROUPS|HISTCMD|HOST\w+|IFS|LINENO|LINES|MACHTYPE"
+    r"|MAPFILE|OLDPWD|OPT\w+|OSTYPE|PATH|PIPESTATUS|PPID|PS\d|PWD|S?RANDOM|REPLY|SECONDS|SHELL|SHELLOPTS|SHLVL|TERM|UID"
+)
+TERMS = re.compile(rf"(?:(?!\+\+|--)(?:(?:0|[1-9]\d*|{NAME})(?!\w)|[-+*/%()\s]))*", re.A)
+OPTION = re.compile(r"[-+][A-Za-z]+|pipefail|errexit|nounset|xtrace")
 BRACES = re.compile(r"\{[^{}\s]*(?:,|\.\.)[^{}\s]*\}")
 # Tags, anchors, times, octal numbers and other booleans are YAML's; Hydra takes them for text.
 YAML_ONLY = re.compile(r"(?:^|[\s,:\[{])[!&*]|^(?:[\d:.-]*\d[:-]\d[\d:.-]*|0\d+|yes|no|on|off)$", re.I)
-EXPANSION = re.compile(r"(\w*)(:?[-?]|\[(?:@|\*|\d+)\]|)(.*)", re.DOTALL)
+EXPANSION = re.compile(r"(\w*)(:?[-?]|\[(?:@|\*|\d+)\]|)(.*)", re.A | re.DOTALL)
 DEEPEST = 10_000  # characters of an expansion, which may contain others
 LONGEST = 100_000  # characters of a value, and words of an array: doubled ones have no end
 UNKNOWN = "\0"  # stands for what only running the script would tell
 
 Field = tuple[str, int]  # a word after the expansions, and its line
+Piece = tuple[str | None, bool, int]  # a part of fields, whether it is split at blanks, its line; None ends a field
 
 
 def read_shell(text: str, path: Path) -> Script:
@@ -43,10 +45,7 @@ def read_shell(text: str, path: Path) -> Script:
         lines = ", ".join(str(commands[i].words[0].line) for i in found)
         raise ValueError(f"{path}: want one command of verl.trainer.main_ppo; got {_came(lines, text)}")
     target = commands[found[0]]
-    variables = _Variables()
-    for i, command in enumerate(commands):
-        if not command.sure or (i > found[0] and target.inside):
-            variables.doubt(command)
+    variables = _Variables(text, commands[: found[0]], commands[found[0] :] if target.inside else [])
     for command in commands[: found[0]]:
         variables.follow(command)
     script = Script()
@@ -76,48 +75,79 @@ def _came(lines: str, text: str) -> str:
 
 
 class _Variables:
-    def __init__(self) -> None:
-        self._values: dict[str, str | list[Field]] = {"HOME": "~"}
-        self._unsure: dict[str, list[Word | None]] = {}  # a name that may be assigned, and may not
-        self._added: set[str] = set()  # arrays to which unsure commands only add
-        self._open: set[str] = set()
+    """before, behind: the commands that stand there, and may be executed before verl's."""
 
-    def doubt(self, command: Command) -> None:
-        """Take what a command may change, or may not, or later than its place says, for unknown in the whole script."""
-        for name, sign, word in _changes(command):
-            adds = sign == "+=" and word is not None and word.items is not None
-            if adds and name not in self._unsure:
-                self._added.add(name)
-            elif not adds:
-                self._added.discard(name)
-            self._unsure.setdefault(name, []).append(word and _after(word, f"{name}{sign}"))
+    def __init__(self, text: str, before: list[Command], behind: list[Command]) -> None:
+        self._values: dict[str, str | list[Field]] = {"HOME": "~"}
+        self._unsure: dict[str, list[Word | None]] = {name: [None] for name in counted(text)}  # "" is any variable
+        self._added: set[str] = set()  # arrays to which unsure commands only add
+        self._fixed: set[str] = set()
+        self._open: set[str] = set()
+        self._unseen = False  # whether a command has run that may set any variable
+        self._arguments = not behind  # whether $1 is the script's
+        self._blanks = True  # whether words are split at blanks
+        for i, command in enumerate(before + behind):
+            raws = [word.raw for word in command.words]
+            self._arguments &= raws[0] != "set" or all(map(OPTION.fullmatch, raws[1:]))
+            for change in (change for group in changes(command) for change in group):
+                self._blanks &= change.name != "IFS"
+                if not command.sure or i >= len(before) or (change.name and not change.word) or "trap" in raws:
+                    self._doubt(change)
+
+    def _doubt(self, change: Change) -> None:
+        """Take a variable for unknown in the whole script."""
+        name, sign, word, _ = change
+        adds = sign == "+=" and word is not None and word.items is not None
+        if adds and name not in self._unsure:
+            self._added.add(name)
+        elif not adds:
+            self._added.discard(name)
+        self._unsure.setdefault(name, []).append(word and _after(word, f"{name}{sign}"))
 
     def follow(self, command: Command) -> None:
         """Take over what a command changes, in the order of the script."""
-        if command.words[0].raw in READING:
-            for name in self._values.keys() - {"HOME"}:
-                self._forget(name)
-        for name, sign, word in _changes(command) if command.sure else ():
-            if word is None:
-                self._forget(name)
-                continue
-            new: str | list[Field]
-            if word.items is None:
-                new = self._text(_after(word, f"{name}{sign}"))
-            else:
-                new = [field for item in word.items for field in self.fields(item)]
-            if sign == "+=":
-                old = self._values.get(name, [] if isinstance(new, list) else "")
-                same = isinstance(new, str) == isinstance(old, str)
-                new = old + new if same else UNKNOWN  # type: ignore[operator]
-            self._values[name] = new
-            if len(new) > LONGEST:
-                self._forget(name)
+        first = command.words[0].raw
+        if self._unseen and not ASSIGNED.match(first) and first not in HARMLESS | DECLARING:
+            self._forget_all()  # it may be a function that is not seen
+        for group in changes(command) if command.sure else ():
+            for change, value in [(change, self._assigned(change)) for change in group]:
+                self._set(change, value)
+
+    def _assigned(self, change: Change) -> str | list[Field]:
+        if change.word is None:
+            return UNKNOWN
+        if change.word.items is not None:
+            return [field for item in change.word.items for field in self.fields(item)]
+        return self._text(_after(change.word, f"{change.name}{change.sign}"))
+
+    def _set(self, change: Change, value: str | list[Field]) -> None:
+        name = change.name
+        if not name:
+            self._forget_all()
+            return
+        old = self._values.get(name, UNKNOWN if self._unseen else None)
+        if change.sign == "+=" and old is not None:
+            value = old + value if type(old) is type(value) else UNKNOWN  # type: ignore[operator]
+        element = isinstance(old, list) and isinstance(value, str)  # the first one's new value
+        if not element:
+            self._values[name] = value
+        if element or name in self._fixed or len(value) > LONGEST:
+            self._forget(name)
+        if change.fixes:
+            self._fixed.add(name)
+
+    def _forget_all(self) -> None:
+        self._unseen = True
+        for name in self._values.keys() - {"HOME"}:
+            self._forget(name)
 
     def _forget(self, name: str) -> None:
         old = self._values.get(name)
         doubted = [_doubted(field) for field in old] if isinstance(old, list) and len(old) <= LONGEST else []
         self._values[name] = [*doubted, (UNKNOWN, 0)] if isinstance(old, list) else UNKNOWN
+
+    def _is_unsure(self, name: str) -> bool:
+        return name in self._unsure or ("" in self._unsure and name != "HOME")
 
     def _possible(self, name: str) -> list[Field]:
         """The settings that an unsure variable may contain, each with an unknown value, and an unknown word."""
@@ -126,7 +156,7 @@ class _Variables:
         self._open.add(name)
         value = self._values.get(name, "")
         found = [(text, 0) for text in value.split()] if isinstance(value, str) else list(value)
-        for word in self._unsure[name]:
+        for word in self._unsure.get(name, [None]):
             if word and word.items is not None:
                 found += [field for item in word.items for field in self.fields(item)]
                 continue
@@ -138,83 +168,94 @@ class _Variables:
         self._open.remove(name)
         return [_doubted(field) for field in found]
 
-    def _text(self, word: Word) -> str:
-        return "".join(text for text, _ in self._texts(word.parts))
-
     def _value(self, name: str) -> str | list[Field] | None:
-        """None for a variable that the script does not assign."""
-        value = self._values.get(name)
-        if name not in self._unsure:
+        """None for a variable that the script does not set."""
+        if OWN.fullmatch(name):
+            return UNKNOWN
+        unset = UNKNOWN if self._unseen or (name.isdigit() and not self._arguments) else None
+        value = self._values.get(name, unset)
+        if not self._is_unsure(name):
             return value
         if name in self._added and isinstance(value, list):
-            kept = len(value)
-            return value + self._possible(name)[kept:]
-        return self._possible(name) if isinstance(value, list) or self._is_array(name) else UNKNOWN
-
-    def _is_array(self, name: str) -> bool:
-        return any(word is not None and word.items is not None for word in self._unsure[name])
+            return value + self._possible(name)[len(value) :]
+        arrays = any(word is not None and word.items is not None for word in self._unsure.get(name, ()))
+        return self._possible(name) if arrays or isinstance(value, list) else UNKNOWN
 
     def fields(self, word: Word) -> list[Field]:
         """The words that a word of a command becomes, with their lines."""
-        parts = [part for part in word.parts if part != Part("", quoted=True)]
-        alone = re.fullmatch(r"(\w+)(\[@\])?", parts[0].text) if [part.kind for part in parts] == ["name"] else None
-        if alone and (alone[2] or not parts[0].quoted):
-            value = self._possible(alone[1]) if alone[1] in self._unsure and not alone[2] else self._value(alone[1])
-            if isinstance(value, list):
-                value = [(text, line or word.line) for text, line in value]
-                return value if parts[0].quoted else [(piece, line) for text, line in value for piece in text.split()]
-        fields: list[str] = []
+        parts = word.parts
+        if len(parts) == 1 and parts[0].kind == "name" and not parts[0].quoted and parts[0].text in self._unsure:
+            return [(text, line or word.line) for text, line in self._possible(parts[0].text)]
+        if any(part.kind == "name" and part.text.endswith("[@]") for part in parts):  # an empty array is no word
+            parts = tuple(part for part in parts if part != Part("", quoted=True))
+        fields: list[Field] = []
+        possible: list[Field] = []
         joins = False
-        for text, splits in self._texts(word.parts):
+        for text, splits, line in self._pieces(parts):
+            if text is None:
+                joins = False
+                continue
+            if splits and not self._blanks:
+                possible += [_doubted((piece, line or word.line)) for piece in text.split() if "=" in piece]
+                text = UNKNOWN
             for i, piece in enumerate(re.split(r"[ \t\n]+", text) if splits else [text]):
                 joins = joins and i == 0
                 if piece or not splits:
-                    fields[-1:] = [fields[-1] + piece] if joins else [*fields[-1:], piece]
+                    before, at = fields.pop() if joins else ("", line or word.line)
+                    fields.append((before + piece, at))
                     joins = True
         shape = "".join("_" if part.quoted or part.kind != "text" else part.text for part in word.parts)
-        return [(field + UNKNOWN * bool(BRACES.search(shape)), word.line) for field in fields]
+        return [(field + UNKNOWN * bool(BRACES.search(shape)), line) for field, line in fields + possible]
 
-    def _texts(self, parts: tuple[Part, ...]) -> Iterator[tuple[str, bool]]:
-        """The parts' texts, and whether each is split at blanks."""
+    def _text(self, word: Word) -> str:
+        return "".join(" " if text is None else text for text, _, _ in self._pieces(word.parts))
+
+    def _pieces(self, parts: tuple[Part, ...]) -> Iterator[Piece]:
         for part in parts:
             if part.kind == "text":
-                yield part.text, False
+                yield part.text, False, 0
             elif part.kind == "sum":
-                yield self._sum(part.text), False
+                yield self._sum(part.text), False, 0
             elif part.kind == "name":
                 yield from self._expanded(part.text, part.quoted)
             else:
-                yield UNKNOWN, False
+                yield UNKNOWN, False, 0
 
-    def _expanded(self, inside: str, quoted: bool) -> Iterator[tuple[str, bool]]:
+    def _expanded(self, inside: str, quoted: bool) -> Iterator[Piece]:
         found = EXPANSION.fullmatch(inside)
         if found is None or len(inside) > DEEPEST:
-            yield UNKNOWN, False
+            yield UNKNOWN, False, 0
             return
         name, operation, rest = found.groups()
         value = self._value(name)
         if operation in ("-", ":-") and (value is None or (value == "" and operation == ":-")):
-            for text, splits in self._texts(Scanner(rest).parts(quoted)):
-                yield text, splits and not quoted
+            for part in Scanner(rest).parts(quoted):
+                bare = part.kind == "text" and not part.quoted
+                for text, splits, line in self._pieces((part,)):
+                    yield text, (splits or bare) and not quoted, line
             return
-        if rest and operation not in ("-", ":-", "?", ":?"):
+        index = operation.strip("[]") if operation.startswith("[") else "0"
+        if value is None or (rest and operation not in ("-", ":-", "?", ":?")):
             value = UNKNOWN
-        elif isinstance(value, list):
-            texts = [text for text, _ in value]
-            index = operation.strip("[]") if operation.startswith("[") else "0"
-            doubtful = name in self._unsure or any(UNKNOWN in text for text in texts)
-            if index in ("@", "*"):
-                value = " ".join(texts)
-            elif doubtful or int(index) >= len(texts):
-                value = UNKNOWN
-            else:
-                value = texts[int(index)]
-        yield UNKNOWN if value is None else value, not quoted
+        elif isinstance(value, str):
+            value = value if index in "@*0" else UNKNOWN
+        elif index == "@" or (index == "*" and not quoted):
+            for i, (text, line) in enumerate(value):
+                if i:
+                    yield None, False, 0
+                yield text, not quoted, line
+            return
+        elif index == "*":
+            value = " ".join(text for text, _ in value) if self._blanks else UNKNOWN
+        else:
+            doubtful = self._is_unsure(name) or any(UNKNOWN in text for text, _ in value)
+            value = UNKNOWN if doubtful or int(index) >= len(value) else value[int(index)][0]
+        yield value, not quoted, 0
 
     def _sum(self, terms: str) -> str:
         """The value of an integer expression; only what Python computes as a shell does is computed."""
-        terms = "".join(text for text, _ in self._texts(Scanner(terms).parts(quoted=True))).strip()
-        if UNKNOWN in terms or len(terms) > 1000:
+        terms = self._text(Word(Scanner(terms).parts(quoted=True), 0, "")).strip()
+        if not TERMS.fullmatch(terms) or len(terms) > 1000:
             return UNKNOWN
         try:
             return str(self._integer(ast.parse(terms, mode="eval").body))
@@ -242,30 +283,6 @@ class _Variables:
             return result
         quotient = calculate(ast.FloorDiv(), abs(left), abs(right)) * (1 if (left < 0) == (right < 0) else -1)
         return quotient if isinstance(node.op, ast.Div) else left - quotient * right
-
-
-def _changes(command: Command) -> Iterator[tuple[str, str, Word | None]]:
-    """Names that a command changes, the sign and the word of a plain assignment; None for another change."""
-    words = list(command.words)
-    raws = [word.raw for word in words]
-    for raw in raws:
-        in_sums = [found for inside in re.findall(r"\(\(.*\)\)", raw, re.DOTALL) for found in COUNTED.finditer(inside)]
-        for found in (*DEFAULTED.finditer(raw), *in_sums):
-            yield next(filter(None, found.groups())), "=", None
-    if raws[0] in DECLARING and not any(re.match(r"-\w*[^agrx]", raw) for raw in raws):
-        words = words[1:]
-    elif raws[0] in CHANGING | DECLARING:
-        for raw in raws[1:]:
-            for name in re.findall(r"[A-Za-z_]\w*", raw):
-                yield name, "=", None
-        return
-    elif not all(re.match(r"\w+(\[.*\])?\+?=", raw) for raw in raws):
-        return  # those in front of a command are its environment
-    for word in words:
-        if assigned := ASSIGNED.match(word.raw):
-            yield assigned[1], assigned[2], word
-        elif element := re.match(r"(\w+)\[", word.raw):
-            yield element[1], "=", None
 
 
 def _after(word: Word, beginning: str) -> Word:

@@ -7,14 +7,16 @@ from dataclasses import dataclass
 
 OPERATOR = re.compile(r"&&|\|\||\|&|;;&|;;|;&|[;&|()\n]")
 REDIRECTION = re.compile(r"(?:\d+|\{\w+\})?(?:&>>?|<<<|<<-?|<>|>>|>\||[<>]&?)")
+HEREDOC = re.compile(r"(?<!<)<<-?$")
 BLANK = re.compile(r"(?:[ \t]|\\\n)+")
 COMMENT = re.compile(r"#[^\n]*")
 PLAIN = re.compile(r"[^\s'\"`$\\;&|()<>]+|[^\S\n \t]")
 LITERAL = re.compile(r"[^\"`$\\]+")
 NAME = re.compile(r"\w+|[@*#?$!-]")
 ARRAY = re.compile(r"\w+\+?=")
-OPENING = {"if", "while", "until", "for", "case", "select", "{"}
-CLOSING = {"fi", "done", "esac", "}"}
+LOOPS = ("for", "while", "until", "select")
+CLOSING = {"fi": ("if",), "done": LOOPS, "esac": ("case",), "}": ("{",)}
+OPENING = {opening for pairs in CLOSING.values() for opening in pairs}
 BETWEEN = {"then", "else", "elif", "do", "!", "time"}
 CONDITIONAL = {"&&", "||", "|", "|&", "&"}
 
@@ -108,12 +110,16 @@ class Scanner:
             if not self._text.startswith(("<(", ">("), self._at) and (redirection := self._take(REDIRECTION)):
                 self._take(BLANK)
                 target = self._word()
-                if redirection.lstrip("0123456789") in ("<<", "<<-"):
+                if HEREDOC.search(redirection):
                     self._heredocs.append((re.sub(r"[\\'\"]", "", target.raw), redirection.endswith("-")))
+                if redirection.startswith("{"):  # sets a variable
+                    return Word((Part("", "unknown"),), self._line(), redirection)
                 continue
             if operator := self._take(OPERATOR):
                 if operator == "\n":
                     self._skip_heredocs()
+                if _in_test(words):
+                    continue
                 return operator
             return self._word()
         return ""
@@ -218,6 +224,9 @@ class Scanner:
         if rest[:1] == "(":
             self._balanced("(", ")")
             return [Part("", "unknown", quoted)]
+        if rest[:1] == "[":
+            self._balanced("[", "]")
+            return [Part("", "unknown", quoted)]
         if rest[:1] == "{":
             return [Part(self._balanced("{", "}"), "name", quoted)]
         if rest[:1] == "'" and not quoted:
@@ -245,6 +254,12 @@ class Scanner:
         raise ValueError(f"{self._path}, line {line}: want a {closing} that closes the {opening}; got none")
 
 
+def _in_test(words: list[Word]) -> bool:
+    """Whether `[[` is open, in which operators end no command."""
+    first = next((word.raw for word in words if word.raw not in OPENING | BETWEEN), "")
+    return first == "[[" and words[-1].raw != "]]"
+
+
 def _without_keywords(words: list[Word], open_: list[str]) -> list[Word]:
     """The words of the command itself. open_: the compounds that are open, which the keywords in front change."""
     while words:
@@ -257,7 +272,8 @@ def _without_keywords(words: list[Word], open_: list[str]) -> list[Word]:
             if first in ("for", "case", "select"):
                 break
         elif first in CLOSING:
-            del open_[-1:]
+            if open_[-1:] and open_[-1] in CLOSING[first]:
+                open_.pop()
         elif first not in BETWEEN:
             break
         words = words[1:]

@@ -322,15 +322,15 @@ def test_no_script(tmp_path: Path) -> None:
 
 
 def test_an_attribute_that_is_assigned_later_is_listed(tmp_path: Path) -> None:
-    text = (
-        "a = GRPOConfig(learning_rate=1e-5)\na.learning_rate = 3e-5\na.logging_steps = 7\nb.beta = 1.0\na.seed += 1\n"
-    )
+    text = "a = GRPOConfig(learning_rate=1e-5)\na.learning_rate = 3e-5\na.logging_steps = 7\nb.beta = 1.0\n"
+    text += "self.epsilon = 1\na.seed += 1\n"
     converted = converted_text(text, tmp_path)
     missing = dict(line.split(": ", 1) for line in converted.missing)
     assert missing["train.lr"] == "learning_rate (line 2 could not be read); 1e-06 is by TRL's default"
-    assert missing["train.seed"] == "seed (line 5 could not be read); 42 is by TRL's default"
+    assert missing["train.seed"] == "seed (line 6 could not be read); 42 is by TRL's default"
     assert any(line.startswith("logging_steps (line 3): ") for line in converted.lost)
-    assert "algorithm.objective.kl_coef" not in missing
+    assert missing["algorithm.objective.kl_coef"] == "beta (line 4 could not be read); 0.0 is by TRL's default"
+    assert "algorithm.objective.clip_low" not in missing
     assert "lr: 1.0e-06  # FILL IN; learning_rate (line 2 could not be read)" in converted.text
     trainer = converted_text("t = GRPOTrainer(args=GRPOConfig())\nt.args.learning_rate = 1\n", tmp_path)
     assert any(line.startswith("train.lr: learning_rate (line 2 could not be read)") for line in trainer.missing)

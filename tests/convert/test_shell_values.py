@@ -6,12 +6,11 @@ A value that is read is the value in every run, and each key that a run passes i
 import contextlib
 import itertools
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
-import processes
 import pytest
+from bash_scripts import BASH, VERL, passed
 
 from rlplus.config.synonyms import VERL as NAMES
 from rlplus.config.synonyms import WITHOUT
@@ -20,11 +19,7 @@ from rlplus.convert.shell_script import read_shell
 from rlplus.convert.verl_overrides import DEFAULTS
 
 R = "actor_rollout_ref.rollout."
-BASH = shutil.which("bash")
-VERL = "python3 -m verl.trainer.main_ppo"
 FOLDER = Path(__file__).parent / "scripts"
-STAND_IN = 'python3() { [ "$1" = -m ] && printf "%s\\1" "$@" && printf "\\2"; }\nsource() { X=9; A=(a.b=9); }\n'
-STAND_IN += "python() { python3 \"$@\"; }\ntee() { while read -r -d $'\\2' X; do printf '%s\\2' \"$X\"; done; }\n"
 
 # Scripts, with the values that must be read, and the keys that must not; every other key may be either.
 SCRIPTS: dict[str, tuple[str, dict[str, Any], set[str]]] = {
@@ -130,15 +125,6 @@ SCRIPTS: dict[str, tuple[str, dict[str, Any], set[str]]] = {
     "dictionary": (f"{VERL} a.b='{{c: 1, d:e}}'", {"a.b.c": 1, "a.b.d": "e"}, set()),
     "carriage returns": (f"X=1\r\n{VERL} a.b=$X \\\r\n  a.c=2\r\n".replace("\r", ""), {"a.b": 1, "a.c": 2}, set()),
 }  # fmt: skip
-
-
-def passed(text: str, flag: str, folder: Path) -> list[str]:
-    """The arguments that bash passes to verl."""
-    assert BASH
-    (path := folder / "run.sh").write_text(STAND_IN + text)
-    out = processes.run([BASH, str(path)], cwd=folder, env={"FLAG": flag, "HOME": "~", "PATH": "/nonexistent"}).stdout
-    calls = [call.split("\1")[2:-1] for call in out.split("\2") if "main_" in call]
-    return calls[0]
 
 
 @pytest.mark.skipif(BASH is None, reason="bash is not installed")
