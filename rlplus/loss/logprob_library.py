@@ -1,6 +1,6 @@
 """`linear_logprob` with its exact backward pass as torch sees it; in the way of `library.py`.
 
-The logits do not depend on the loss: those of the last rows stay between the passes, as many as fit, and only the
+The logits do not depend on the loss: the last rows' logits stay between the passes, as many as fit, and only the
 others are computed again. So the backward pass has two GEMMs, or one if the head is frozen.
 """
 

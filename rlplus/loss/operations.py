@@ -177,7 +177,7 @@ def linear_logprob(
     is 0 and has no gradient, and the temperature may be anything. Logits, temperature, dtypes, options and errors as in
     `linear_policy_loss`. With backward "exact" there are three GEMMs, or two if only hidden
     needs a gradient: the logits of as many rows as fit max_scratch_mb stay between the passes (beside a pass's own
-    scratch), and those of the others are computed again. With "sampled" the forward pass keeps what it needs, in one.
+    scratch), and the rest is computed again. With "sampled" the forward pass keeps what it needs, in one.
     """
     with _telling(group, weight, hidden, target):
         head = make_head(hidden, weight, target, bias, (logit_scale, logit_softcap, temperature), group, kept)

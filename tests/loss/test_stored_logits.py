@@ -1,5 +1,5 @@
 """`linear_logprob` computes each logit once where memory allows: what the forward pass stores gives the gradients that
-computing the logits again gives, and those of float64."""
+computing the logits again gives, and the gradients of float64."""
 
 from typing import Any
 

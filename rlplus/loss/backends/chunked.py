@@ -74,7 +74,7 @@ def new_stored(head: Head, count: int) -> tuple[Tensor, Tensor]:
 
 
 def release(stored: tuple[Tensor, Tensor]) -> None:
-    """What nobody reads any more: nothing to do."""
+    """End of the use of stored rows: there is nothing to do."""
 
 
 def logprob(head: Head, scratch_bytes: float, stored: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, Tensor]:

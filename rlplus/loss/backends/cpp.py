@@ -83,7 +83,7 @@ def new_stored(head: Head, count: int) -> tuple[Tensor, Tensor]:
 
 
 def release(stored: tuple[Tensor, Tensor]) -> None:
-    """What nobody reads any more."""
+    """Take back the memory of rows that are not read again."""
     logits = stored[0]
     give_back(logits.new_empty(0).set_(logits.untyped_storage()))
 

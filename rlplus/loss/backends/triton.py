@@ -94,7 +94,7 @@ def new_stored(head: Head, count: int) -> tuple[Tensor, Tensor]:
 
 
 def release(stored: tuple[Tensor, Tensor]) -> None:
-    """What nobody reads any more: nothing to do."""
+    """End of the use of stored rows: there is nothing to do."""
 
 
 def stored_way(head: Head, bonus: bool = True) -> Way:
