@@ -142,6 +142,15 @@ def test_long_texts_take_steps_in_proportion_to_their_length(lead: str, reader: 
         READERS[reader](lead + piece * (SIZE // len(piece)) + "\0")
 
 
+@pytest.mark.parametrize("piece", [" ", "\t", "\\(", "\\[", "\\boxed{"])
+def test_a_long_text_without_a_box_is_read_or_refused(piece: str) -> None:
+    """Math-Verify's own patterns try each opening sign with all that follows."""
+    for lead in ("", "$", "$7$ "):
+        value, status, reason = GRADERS["math_verify"](lead + piece * (SIZE // len(piece)), "7", {})
+        assert (value, status) == ((1.0, "ok") if piece.isspace() and "7" in lead else (0.0, "unparsed"))
+        assert piece.isspace() or reason.startswith(f"want at most 100 {piece} without an end; got ")
+
+
 def test_a_parser_that_others_loaded_is_the_bounded_one() -> None:
     """Whichever grader comes first."""
     with pytest.raises(ValueError, match="want numbers written with at most"):

@@ -8,7 +8,7 @@ from math import comb, inf, log10
 from typing import Any, NamedTuple
 
 LONGEST, DEEPEST, DIGITS_IN_A_ROW = 5000, 40, 1000  # characters of an expression, its brackets, a number's digits
-DIGITS, TERMS = 10_000, 1000  # of a result
+DIGITS, TERMS = 10_000, 1000  # a result's
 _LETTER = 0.5  # digits of a value without a size, as the base of a power: x, pi, e
 _SIGNS = re.compile(rf"(?:[-+]\s*){{{DEEPEST + 1}}}")
 _HIGHEST = 300.0  # logarithms above this are numbers that no computer counts to

@@ -23,6 +23,8 @@ from .words import is_prose, letters_of, reordered, same_words, stands_for_none,
 _KEPT = 4096  # answers and verdicts
 _WHOLE = re.compile(r"(-?\d{1,9})(?:\.0+)?")
 _ONE_NUMBER = re.compile(r"\(?\d+\)?")  # as the parser gives its text: without spaces
+_BLANKS = re.compile(r"[ \t]{2,}")
+_OPENED, _MOST_OPEN = (("\\(", "\\)"), ("\\[", "\\]"), ("\\boxed{", "}")), 100
 _READ_FIRST = re.compile("final answer", re.IGNORECASE)  # Math-Verify reads what follows it first, or too
 _PERCENT = re.compile("%|percent|pct", re.IGNORECASE)  # part of the number, if it follows the box
 _SMALL, _DIGITS = 1e-4, 5e-4  # numbers below this are compared by their share of the larger one
@@ -139,6 +141,10 @@ class _Values:
             return 0.0, "bad_gold", f"math-verify finds no answer in the reference {answer!r}"
         if verdict is not None:
             return verdict
+        text = _BLANKS.sub(" ", text)
+        for opening, closing in _OPENED:  # Math-Verify looks for the end of each one in all that follows
+            if (left := text.count(opening) - text.count(closing)) > _MOST_OPEN:
+                return 0.0, "unparsed", f"want at most {_MOST_OPEN} {opening} without an end; got {left:,}"
         found = self._parse(text)
         if not found:
             return 0.0, "unparsed", "math-verify finds no answer in the text"

@@ -22,7 +22,7 @@ _DIGITS = str.maketrans(_RAISED + _LOWERED, "0123456789+-n0123456789")
 _FRACTIONS = "[¼½¾⅐-⅞]"
 _ROOTS = {"√": r"\sqrt", "∛": r"\sqrt[3]", "∜": r"\sqrt[4]"}
 _ROOT = re.compile("[√∛∜] *")
-_UNDER = re.compile(r"\d+(?:\.\d+)?|[A-Za-z]|\\[A-Za-z]+")  # what a root is taken of, where it has no brackets
+_UNDER = re.compile(r"\d+(?:\.\d+)?|[A-Za-z]|\\[A-Za-z]+")  # a number, letter or command under a root
 _BRACKETS = re.compile("[(){}]")
 # 1.6e-19, which Math-Verify reads as 1.6 e - 19
 _SCIENTIFIC = re.compile(r"(?<![\w.\\])(\d+(?:\.\d+)?)[eE]([-+]?\d+)(?![\w.])")
