@@ -141,13 +141,9 @@ class _Values:
             return 0.0, "bad_gold", f"math-verify finds no answer in the reference {answer!r}"
         if verdict is not None:
             return verdict
-        text = _BLANKS.sub(" ", text)
-        for opening, closing in _OPENED:  # Math-Verify looks for the end of each one in all that follows
-            if (left := text.count(opening) - text.count(closing)) > _MOST_OPEN:
-                return 0.0, "unparsed", f"want at most {_MOST_OPEN} {opening} without an end; got {left:,}"
-        found = self._parse(text)
+        found, problem = self._text_read(text)
         if not found:
-            return 0.0, "unparsed", "math-verify finds no answer in the text"
+            return 0.0, "unparsed", problem
         return same_value(self._read_gold(answer), found)
 
     def grade_box(self, text: str, answer: str, *, plain: bool) -> Grade:
@@ -163,11 +159,19 @@ class _Values:
         if not content and only_box:
             return NO_BOX
         if not content:
-            found = self._parse(text)
-            content = str(found[-1]) if found else None
-        if not content:
-            return 0.0, "unparsed", "math-verify finds no answer in the text"
+            found, problem = self._text_read(text)
+            if not found:
+                return 0.0, "unparsed", problem
+            content = str(found[-1])
         return float(letters_of(content) == word), "ok", ""
+
+    def _text_read(self, text: str) -> tuple[list[Any], str]:
+        """Values of a whole text, and why there are none."""
+        text = _BLANKS.sub(" ", text)
+        for opening, closing in _OPENED:  # Math-Verify looks for the end of each one in all that follows
+            if (left := text.count(opening) - text.count(closing)) > _MOST_OPEN:
+                return [], f"want at most {_MOST_OPEN} {opening} without an end; got {left:,}"
+        return list(self._parse(text)), "math-verify finds no answer in the text"
 
     def _normal_of(self, content: str) -> str:
         """The normalised text that Math-Verify parses: equal texts have equal values."""
