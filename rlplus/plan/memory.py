@@ -247,7 +247,7 @@ def head_memory(config: Config, model: Model, cluster: Cluster) -> int:
     if fp32:
         weight = 0 if config.train.zero_stage == 1 else 2 * weight
     drawn = N * _drawn(config) if config.train.backward == "sampled" and model.head is None else 0
-    rows = min(ceil(5 * drawn ** (2 / 3)), V) if drawn else V if b < 4 else 0  # of the weight's accumulator
+    rows = min(ceil(5 * drawn ** (2 / 3)), V) if drawn else V if b < 4 else 0  # the weight's accumulator has so many
     accumulator = 0 if fp32 or config.model.lora else 4 * rows * H
     accumulator += 4 * N * H if drawn else 0
     beside = KEPT_PAIR * (N * config.rollout.top_k + drawn) if model.head is None else 0

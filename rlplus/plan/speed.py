@@ -74,9 +74,8 @@ def estimate_seconds(config: Config, model: Model, memory: Memory, cluster: Clus
         seconds["statistics"] = statistics * (forward + head) / flops
         passes += statistics
     again = 1 if config.model.gradient_checkpointing else 0
-    gemms = 4 if algorithm.recipe.own_loss else 3
-    of_head = gemms * head * (SAMPLED if train.backward == "sampled" else 1)
-    seconds["forward and backward"] = ((3 + again) * forward + of_head) / flops
+    gemms, share = 4 if algorithm.recipe.own_loss else 3, SAMPLED if train.backward == "sampled" else 1
+    seconds["forward and backward"] = ((3 + again) * forward + gemms * share * head) / flops
     recipe, more = algorithm.recipe, groups * (rollouts + demonstrations) * (config.max_training_prompt - prompt)
     if teacher is not None:
         seconds["teacher"] = _teacher_flop(config, teacher, groups * rollouts, groups * demonstrations) / flops

@@ -14,6 +14,7 @@ from rlplus.plan.cluster import Gpu
 from rlplus.plan.planned_model import Model
 
 CONFIGS = Path(__file__).parents[2] / "configs"
+IN_BF16 = "train.deepspeed={data_types: {grad_accum_dtype: bf16}, communication_data_type: bf16}"
 PAPER = CONFIGS / "qwen2.5-math-7b.yaml"
 CPU = Cluster(1, Gpu("cpu", 2**40))
 QWEN_7B = {  # Qwen/Qwen2.5-Math-7B's config.json

@@ -22,7 +22,7 @@ LIBRARY = Path(__file__).parents[2] / "_C.so"
 FUNCTIONS = ("row_statistics", "row_gradient", "logits_bf16", "dweight_bf16", "may_be_reclaimed", "draw", "interface_6")
 CHUNK_ROWS = {torch.float32: 2048, torch.bfloat16: 512, torch.float16: 2048}  # the tiles of bf16 are made for 512
 DTYPES = tuple(CHUNK_ROWS)
-PANEL_ROWS = 64  # a bf16 GEMM is compiled for each of its shapes at its first use: there are few
+PANEL_ROWS = 64  # rows of a bf16 GEMM, which is compiled for each of its few shapes at its first use
 PACKED_BYTES = 2**18  # bytes of weight at a time, for the bf16 GEMM: half of a second-level cache
 
 

@@ -89,7 +89,7 @@ def policy_loss(
 def new_stored(head: Head, count: int) -> tuple[Tensor, Tensor]:
     """Memory for what `logprob_backward` needs of so many rows: exponentials or logits, and values, (count, .)."""
     rows = head.hidden.new_empty(count, width(head), dtype=stored_way(head).exponentials or head.dtype)
-    rows[:, len(head.weight) :] = 0  # what no kernel writes
+    rows[:, len(head.weight) :] = 0  # no kernel writes there
     return rows, head.hidden.new_empty(count, WIDTH, dtype=head.dtype)
 
 
