@@ -5,7 +5,7 @@ import os
 # The least value of each, which but for the port is the only one without the variable RANK.
 NUMBERS = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1, "MASTER_PORT": 1}
 MOST_PORT = 65535
-NEEDED = ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # beside RANK
+NEEDED = ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # needed beside RANK
 BELOW = (("RANK", "WORLD_SIZE"), ("LOCAL_RANK", "LOCAL_WORLD_SIZE"))
 
 

@@ -312,6 +312,6 @@ def _problem_lines(detail: Any) -> list[str]:
     near = ""
     if kind == "literal_error" and isinstance(value, str):
         near = hint(value, re.findall(r"'([^']*)'", detail["ctx"]["expected"]))
-    shown = without_passwords(repr(value))  # before the cut, which may take the @
+    shown = without_passwords(repr(value))  # hidden first: the cut may take the @
     shown = shown if len(shown) <= 80 else shown[:77] + "..."
     return [f"{prefix}{wanted}; got {shown} ({type(value).__name__}){near}"]

@@ -6,7 +6,7 @@ from typing import Any
 from rlplus.data.row_files import Row, get_column
 
 NAMES = ("choices", "options", "endings", "answers", "question.choices")
-_LABELS, _TEXTS = ("label", "labels", "key", "id"), ("text", "texts", "value", "content")  # in dicts
+_LABELS, _TEXTS = ("label", "labels", "key", "id"), ("text", "texts", "value", "content")  # keys of dicts
 
 Choices = dict[str, str]  # the texts by their labels
 

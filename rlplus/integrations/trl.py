@@ -84,7 +84,7 @@ class _PolicyOutput(utils.FusedCausalLMOutput):
     stats: dict[str, Tensor] | None = None
 
 
-_TRLS = utils.add_fused_lm_head  # before any patch
+_TRLS = utils.add_fused_lm_head  # the original, which no patch has
 
 
 def patch(backward: Backward = "auto") -> ExitStack:

@@ -16,7 +16,7 @@ from rlplus.rollout import DEFAULT_CACHE_MB
 
 Changes = Mapping[str, Any]
 SHOWN = 4  # remedies
-SCRATCH_MB = (640, 320, 160)  # values of train.max_scratch_mb; with less, GEMMs would read the weight for few rows each time
+SCRATCH_MB = (640, 320, 160)  # train.max_scratch_mb; with less, GEMMs would read the weight for few rows each time
 LEAST_CACHE_MB = 256  # the smallest rollout.kv_cache_memory_mb that is tried
 SHARE = "rollout.gpu_memory_utilization"
 
