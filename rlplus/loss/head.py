@@ -6,8 +6,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from rlplus.loss import Objective, TokenConstants
 from rlplus.loss.cost import Shape
+from rlplus.loss.objective import Objective
+from rlplus.loss.tokens import TokenConstants
 
 FLOOR = -1e30  # stands in for log 0: exp(FLOOR) = 0, yet 0 * FLOOR is not NaN
 VOCABULARY_BLOCK = 8192  # rows of a half-precision weight, or of its gradient, that are converted at a time

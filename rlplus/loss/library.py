@@ -13,14 +13,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlplus.loss import MISMATCH_STATS, STATS, Objective, TokenConstants
 from rlplus.loss.backends import kept_tokens, sampled
 from rlplus.loss.divergence import check_topk
 from rlplus.loss.faults import advising
 from rlplus.loss.head import Head
 from rlplus.loss.inputs import check_apart, check_constant_values, check_differentiated_once, check_values
+from rlplus.loss.objective import Objective
 from rlplus.loss.op_arguments import Options, schema, unpack
 from rlplus.loss.precision import full_precision
+from rlplus.loss.tokens import MISMATCH_STATS, STATS, TokenConstants
 
 PIECE = 2048  # rows of a gradient that are scaled at a time
 IGNORED = -100  # the target of no token, as torch's losses have it

@@ -10,8 +10,9 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from rlplus.loss import Objective, TokenConstants
 from rlplus.loss.head import Head
+from rlplus.loss.objective import Objective
+from rlplus.loss.tokens import TokenConstants
 
 
 class Options(NamedTuple):

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from rlplus.errors import hint
-from rlplus.loss import Objective, TokenConstants, library, logprob_library, sampled_library
+from rlplus.loss import library, logprob_library, sampled_library
 from rlplus.loss.backends import reference
 from rlplus.loss.backends.selection import BACKENDS, backend_for
 from rlplus.loss.backward_pass import THRESHOLD, Backward, check_backward, refuse, with_draws
@@ -16,7 +16,9 @@ from rlplus.loss.causal_lm import head_of
 from rlplus.loss.head import Head
 from rlplus.loss.head_arguments import make_head
 from rlplus.loss.inputs import check_constants, check_tensor, objective_of
+from rlplus.loss.objective import Objective
 from rlplus.loss.op_arguments import Options, pack
+from rlplus.loss.tokens import TokenConstants
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

@@ -16,7 +16,9 @@ import torch
 from torch import Tensor
 
 from rlplus.errors import one_line
-from rlplus.loss import Objective, linear_divergence, linear_policy_loss
+from rlplus.loss.distillation import linear_divergence
+from rlplus.loss.objective import Objective
+from rlplus.loss.operations import linear_policy_loss
 from rlplus.loss.verdicts import Verdict
 
 OBJECTIVE = Objective("clip", "mis", kl_coef=0.1, entropy_coef=0.05)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+import rlplus.loss
 from rlplus.algorithm.options import RECIPES
 
 PACKAGE = Path(__file__).parents[2] / "rlplus"
@@ -52,6 +53,13 @@ def test_imports_only_from_the_left(path: Path) -> None:
     assert layer in ALLOWED, f"{layer} has no place in the order of layers: {' < '.join(LAYERS)}"
     wrong = set(imported_layers(path, path.read_text())) - {layer, *ALLOWED[layer]}
     assert not wrong, f"{layer} imports {sorted(wrong)}; it may import {ALLOWED[layer]}"
+
+
+@pytest.mark.parametrize("path", sorted((PACKAGE / "loss").rglob("*.py")), ids=lambda path: path.name)
+def test_the_loss_imports_from_the_module_that_defines_a_name(path: Path) -> None:
+    """From the package's own face, which imports them all, each module would depend on each."""
+    face = {f"loss.{name}" for name in rlplus.loss.__all__}
+    assert not face & set(imported_names(path, path.read_text()))
 
 
 @pytest.mark.parametrize("layer", ["loss", "bench"])

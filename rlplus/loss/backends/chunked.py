@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlplus.loss import MISMATCH_STATS, STATS, Objective, TokenConstants, token_loss
 from rlplus.loss.divergence import teacher_classes, value_and_gradient
 from rlplus.loss.head import (
     FLOOR,
@@ -31,6 +30,8 @@ from rlplus.loss.head import (
     raw_logits,
     scaled,
 )
+from rlplus.loss.objective import Objective
+from rlplus.loss.tokens import MISMATCH_STATS, STATS, TokenConstants, token_loss
 
 
 def policy_loss(

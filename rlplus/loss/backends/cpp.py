@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlplus.loss import MISMATCH_STATS, STATS, Objective, TokenConstants, token_loss
 from rlplus.loss.backends.native import (
     CHUNK_ROWS,
     PANEL_ROWS,
@@ -37,6 +36,8 @@ from rlplus.loss.head import (
     add_dweight,
     dhidden,
 )
+from rlplus.loss.objective import Objective
+from rlplus.loss.tokens import MISMATCH_STATS, STATS, TokenConstants, token_loss
 
 GRADIENT_COLUMNS = 128  # columns of dz that are transposed at a time
 GRADIENT_WIDTH = 448  # columns of hidden at a time: with 512 rows half of a second-level cache

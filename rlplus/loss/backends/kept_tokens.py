@@ -14,11 +14,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from rlplus.loss import MISMATCH_STATS, STATS, Objective, TokenConstants, token_loss
 from rlplus.loss.backends.pair_sums import Grads, PairGradients, bags, spans
 from rlplus.loss.backends.sampled import SAMPLED_STATS
 from rlplus.loss.head import FLOOR, Head, cap_slope, capped, scaled
 from rlplus.loss.inputs import check_values
+from rlplus.loss.objective import Objective
+from rlplus.loss.tokens import MISMATCH_STATS, STATS, TokenConstants, token_loss
 
 
 class Pairs(NamedTuple):

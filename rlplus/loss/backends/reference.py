@@ -5,11 +5,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlplus.loss import Objective, TokenConstants, policy_loss, token_loss
 from rlplus.loss.backends import kept_tokens
+from rlplus.loss.definition import policy_loss
 from rlplus.loss.divergence import divergence, student_classes, teacher_classes
 from rlplus.loss.head import FLOOR, Head, scaled
+from rlplus.loss.objective import Objective
 from rlplus.loss.precision import full_precision
+from rlplus.loss.tokens import TokenConstants, token_loss
 
 
 @torch.library.custom_op("rlplus::product", mutates_args=())

@@ -30,7 +30,6 @@ from rlplus.kernels import exponentials as row_kernels
 from rlplus.kernels import linear_logprob as linear_kernels
 from rlplus.kernels import policy_loss as token_kernels
 from rlplus.kernels import row_values as names
-from rlplus.loss import MISMATCH_STATS, STATS, Objective, TokenConstants
 from rlplus.loss.backends import token_arguments
 from rlplus.loss.backends.triton_chunks import Index, Work, arguments
 from rlplus.loss.backends.ways import Way, gradient_dtype, way_of, width
@@ -45,7 +44,8 @@ from rlplus.loss.head import (
     fp16_weights,
     raw_logits,
 )
-from rlplus.loss.tokens import may_have_gradient
+from rlplus.loss.objective import Objective
+from rlplus.loss.tokens import MISMATCH_STATS, STATS, TokenConstants, may_have_gradient
 
 LOGPROB, ENTROPY, REFERENCE = names.LOGPROB.value, names.ENTROPY.value, names.REFERENCE.value
 LOGSUM, SLOPE, WIDTH = names.LOGSUM.value, names.SLOPE.value, names.WIDTH.value
