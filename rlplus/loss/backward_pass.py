@@ -42,8 +42,8 @@ def check_backward(backward: str, threshold: float, seed: int | None) -> str:
 def with_draws(head: Head, backward: str, threshold: float, seed: int | None, backend: str) -> Head:
     """The head with random numbers for its backward pass; those of torch's generator of the device without a seed."""
     device = head.hidden.device
-    if backend == "reference" or head.group:
-        refuse(backward, "a split head" if head.group else "backend 'reference'")
+    if backend == "reference":
+        refuse(backward, "backend 'reference'")
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         refuse(backward, "a CUDA graph that is captured, since the host waits for the number of elements")
     generator = None if seed is None else torch.Generator(device).manual_seed(seed)

@@ -97,6 +97,14 @@ def shards_of(head: Head, backend: str, scratch_bytes: float, *rest: Any) -> Any
     return sharded().meet(head, implementation(backend), scratch_bytes, *rest) if head.group else None
 
 
+def drawer_of(backend: str, shards: Any, head: Head) -> tuple[sampled.Drawer, Head]:
+    """What draws for a sampled backward pass, and the head of this rank's rows."""
+    if shards is None:
+        return implementation(DRAWS[backend]), head
+    draws = import_module(".backends.sharded_draws", __package__)
+    return draws.ShardedDrawer(implementation(backend), shards, head), shards.own(head)
+
+
 def stats_of(head: Head, constants: TokenConstants) -> tuple[str, ...]:
     """The names of the statistics of a policy loss."""
     mismatch = () if constants.engine_logprob is None else MISMATCH_STATS
@@ -131,18 +139,17 @@ def _policy_loss(weight_grad: Tensor | None, needs: Sequence[bool], *arguments: 
         if weight_grad is not None:
             check_apart(weight_grad, arguments)
         weighted, on = check_policy_rows(head, constants, objective)
-    call = ("policy loss", needs[0], objective)
+    call = ("policy loss", needs[0], objective, head.uniform is not None, head.threshold)
     shards = shards_of(head, options.backend, options.scratch_bytes, on, call, constants._asdict())
     check_targets(head, len(head.weight) if shards is None else sum(shards.lengths), weighted)
     del weighted, on
 
     def whole(head: Head, constants: TokenConstants, *where: Any) -> Any:
+        if head.uniform is not None:
+            drawer, own = drawer_of(options.backend, shards, head)
+            return sampled.policy_loss(drawer, own, constants, objective, options.scratch_bytes, *where)
         if shards is not None:
             return sharded().policy_loss(backend, shards, head, constants, objective, *where)
-        if head.uniform is not None:
-            return sampled.policy_loss(
-                implementation(DRAWS[options.backend]), head, constants, objective, options.scratch_bytes, *where
-            )
         return backend.policy_loss(head, constants, objective, options.scratch_bytes, *where)
 
     def compute(head: Head, *where: Any) -> Any:

@@ -95,7 +95,7 @@ def linear_policy_loss(
                        some ten rows for each token of a peaked policy (`backends/sampled.py`). The relative error of
                        the logits' gradient is about sqrt(stats["sampled_variance"] / stats["sampled_square"]), but for
                        an entropy bonus and a softcap. The host waits for numbers of elements. Not with backend
-                       "reference", a split head or a CUDA graph
+                       "reference" or a CUDA graph. The ranks of a split head draw from their own rows, with one `seed`
     threshold          the default, 2^-12, is an error of 1.3e-3 on rows of a policy of .24 nats; at a quarter of it the
                        error and the number of elements are half and twice as large, about. A row that would keep more
                        than 512 elements has a larger one, 1 / 512, and is counted in stats["sampled_flat"]

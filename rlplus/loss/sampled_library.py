@@ -14,12 +14,13 @@ from rlplus.loss.faults import advising
 from rlplus.loss.head import Head
 from rlplus.loss.inputs import check_differentiated_once
 from rlplus.loss.library import (
-    DRAWS,
     check_logprob_rows,
     check_targets,
+    drawer_of,
     empty_gradients,
-    implementation,
     in_one_dtype,
+    shards_of,
+    telling,
 )
 from rlplus.loss.op_arguments import schema, unpack
 from rlplus.loss.precision import full_precision
@@ -33,11 +34,13 @@ from rlplus.loss.precision import full_precision
 def sampled_logprob(*arguments: Any) -> tuple[Tensor, ...]:
     """-> as `linear_logprob`, and the elements of the backward pass, see `sampled.Elements`."""
     head, scratch_bytes, backend = unpack(arguments, Head)
-    on = check_logprob_rows(head)
-    check_targets(head, len(head.weight), on)
+    with telling(head):
+        on = check_logprob_rows(head)
+    shards = shards_of(head, backend, scratch_bytes, on, ("sampled logprob", head.threshold), {})
+    check_targets(head, len(head.weight) if shards is None else sum(shards.lengths), on)
     with full_precision(head.hidden.device), advising(backend):
         everywhere = torch.ones_like(on)  # where no logprob has a gradient, an entropy may
-        known = sampled.forward(implementation(DRAWS[backend]), head.rounded(), everywhere, scratch_bytes)
+        known = sampled.forward(*drawer_of(backend, shards, head.rounded()), everywhere, scratch_bytes)
     return known.logprob, known.entropy, *known.elements
 
 

@@ -131,9 +131,7 @@ def test_a_bf16_gemm_that_is_switched_off_is_not_called() -> None:
 
 
 @pytest.mark.parametrize(("n", "V", "H"), [(70, 4099, 24), (40, 65, 8), (33, 31, 2), (9, 20, 8), (3, 1, 2)])
-def test_a_bf16_gemm_may_read_past_the_rows(
-    n: int, V: int, H: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_bf16_gemm_may_read_past_the_rows(n: int, V: int, H: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The memory of the logits, which their narrower gradient leaves half free, holds bits that can be NaN."""
     use_amx(monkeypatch)
     head, constants = sample(n, V, H, BF16)

@@ -34,9 +34,7 @@ def small_blocks() -> Iterator[None]:
 
 
 @st.composite
-def cases(
-    draw: st.DrawFn, dtypes: tuple[torch.dtype, ...], vocabularies: tuple[int, ...]
-) -> Case:
+def cases(draw: st.DrawFn, dtypes: tuple[torch.dtype, ...], vocabularies: tuple[int, ...]) -> Case:
     n, V = draw(st.sampled_from([7, 5, 2, 1, 0])), draw(st.sampled_from(vocabularies))
     H, dtype = draw(st.sampled_from([1, 2, 3, 5, 8, 72])), draw(st.sampled_from(dtypes))
     spread = draw(st.sampled_from([1e-3, 1.0, 30.0, 1e4]))  # the logits': flat, ordinary, peaked, certain

@@ -58,9 +58,7 @@ def test_matches_the_closed_form_in_fp64(backend: str, options: dict[str, Any], 
     check_fp64(got, head, constants, EVERYTHING, temperatures(), **transform)
 
 
-@pytest.mark.parametrize(
-    ("dtype", "backend"), pairs([torch.float32, torch.bfloat16, torch.float16], BACKENDS), ids=str
-)
+@pytest.mark.parametrize(("dtype", "backend"), pairs([torch.float32, torch.bfloat16, torch.float16], BACKENDS), ids=str)
 def test_low_precision_inputs_keep_the_errors_of_fp32(backend: str, dtype: torch.dtype) -> None:
     head, constants = sample(N, V, dtype=dtype)
     transform = {} if dtype == torch.float32 else CAPPED

@@ -68,6 +68,7 @@ class PairGradients:
         if self.needs[0]:
             total = head.hidden.new_zeros(head.hidden.shape, dtype=head.dtype)
             add_sums(total, row, dz, head.weight, token, pieces)
+            add_over_ranks(head, total)
             self.hidden[which] = total.to(self.hidden.dtype)
         order = token.argsort(stable=True)
         row, token, dz = row[order], token[order], dz[order]
@@ -87,6 +88,15 @@ class PairGradients:
         """-> gradients of hidden, weight and bias where needed; weight's is not returned if it is in `weight_grad`."""
         weight = self.head.hidden.new_empty(0) if self.weight is None or self.weight_grad is not None else self.weight
         return self.hidden, weight.to(self.head.hidden.dtype), self.bias
+
+
+def add_over_ranks(head: Head, x: Tensor) -> None:
+    """Make x the sum over the ranks of a split head, each of which has some of the tokens. Collective."""
+    if head.group:
+        from torch.distributed import all_reduce
+        from torch.distributed.distributed_c10d import _resolve_process_group  # type: ignore[attr-defined]
+
+        all_reduce(x, group=_resolve_process_group(head.group))  # type: ignore[arg-type]
 
 
 def add_sums(total: Tensor, key: Tensor, dz: Tensor, table: Tensor, index: Tensor, pieces: Iterable[slice]) -> None:

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from rlplus.loss.backends.pair_sums import Grads, PairGradients
+from rlplus.loss.backends.pair_sums import Grads, PairGradients, add_over_ranks
 from rlplus.loss.head import Head
 from rlplus.loss.tokens import TokenConstants, may_have_gradient, token_loss
 
@@ -66,7 +66,10 @@ class Elements(NamedTuple):
 
 
 class Forward(NamedTuple):
-    """Per row (N,): logprob, entropy, and as in `Drawn` variance, square, flat. elements: of rows that keep some."""
+    """Per row (N,): logprob, entropy, and as in `Drawn` variance, square, flat. elements: of rows that keep some.
+
+    Of a split head the elements are this rank's, and all else is known to all ranks. drawn (0-d): the number of all elements.
+    """
 
     logprob: Tensor
     entropy: Tensor
@@ -74,6 +77,7 @@ class Forward(NamedTuple):
     square: Tensor
     flat: Tensor
     elements: Elements
+    drawn: Tensor
 
 
 def policy_loss(
@@ -103,7 +107,7 @@ def forward(drawer: Drawer, head: Head, on: Tensor, scratch_bytes: float) -> For
     """Logprobs and entropies of all rows, and the elements of the rows `on` (N,) bool."""
     N, new = len(head.target), head.hidden.new_zeros
     a, b, c, d = (new(N, dtype=head.dtype) for _ in range(4))
-    known = Forward(a, b, c, d, flat=new(N, dtype=torch.bool), elements=_none(head))
+    known = Forward(a, b, c, d, flat=new(N, dtype=torch.bool), elements=_none(head), drawn=new((), dtype=head.dtype))
     parts = [known.elements]
     number = torch.arange(N, device=head.hidden.device)
     for rows, drawn in drawer.draws(head, on, scratch_bytes):
@@ -112,6 +116,12 @@ def forward(drawer: Drawer, head: Head, on: Tensor, scratch_bytes: float) -> For
         parts.append(_elements(head.rows(rows), drawn, on[rows], number[rows]))
     columns = [torch.cat(column) for column in zip(*parts, strict=True)]
     order = columns[0].argsort(stable=True)
+    known.drawn.add_(len(order))
+    if head.group:
+        flat = known.flat.to(head.dtype)
+        for x in (known.variance, known.square, known.drawn, flat):
+            add_over_ranks(head, x)
+        known.flat.copy_(flat > 0)
     return known._replace(elements=Elements(*(column[order] for column in columns)))
 
 
@@ -138,7 +148,7 @@ def _elements(head: Head, drawn: Drawn, on: Tensor, number: Tensor) -> Elements:
     V = len(head.weight)
     token = (head.target >= 0) & (head.target < V)
     # A row that is no number has an element where its target is none, too: an entropy's gradient must show it.
-    own = (on & (token | ~drawn.entropy.isfinite())).nonzero().squeeze(1)
+    own = (on & (token | (~drawn.entropy.isfinite() & (V > 0)))).nonzero().squeeze(1)
     logp, entropy = drawn.logprob[own], drawn.entropy[own]
     factor = torch.ones_like(drawn.logprob) / head.divisor
     own_factor = factor[own] if drawn.own_slope is None else factor[own] * drawn.own_slope[own]
@@ -159,5 +169,5 @@ def _noise(head: Head, known: Forward, on: Tensor, dlogprob: Tensor) -> list[Ten
     rows. The root of the first two's ratio is the relative error to expect, but for an entropy bonus and a softcap."""
     counts, a = on & (dlogprob != 0), dlogprob.masked_fill(~on, 0.0) / head.divisor
     each = [torch.where(counts, a * a * x, 0.0).sum() for x in (known.variance, known.square)]
-    numbers = (known.elements.row.numel(), (known.flat & counts).sum())
+    numbers = (known.drawn, (known.flat & counts).sum())
     return [*each, *(known.logprob.new_zeros(()) + number for number in numbers)]

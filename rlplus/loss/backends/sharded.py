@@ -186,7 +186,7 @@ def policy_loss(
     names = STATS if constants.engine_logprob is None else STATS + MISMATCH_STATS
     stats = loss.new_zeros(len(names))
     grads = _Gradients(blocks, shards, head, needs, fp16_weights(constants, objective), weight_grad)
-    for rows, part, z, known in _chunks(blocks, shards, head):
+    for rows, part, z, known in chunks(blocks, shards, head):
         logprob[rows], entropy[rows] = known.logprob, known.entropy
         out = token_loss(known.logprob, known.entropy, constants.rows(rows), objective)
         loss += out.loss
@@ -198,7 +198,7 @@ def policy_loss(
 def logprob(blocks: Blocks, shards: Shards, head: Head) -> tuple[Tensor, Tensor]:
     """-> logprob (N,), entropy (N,)."""
     logprob, entropy = (head.hidden.new_empty(len(head.target), dtype=head.dtype) for _ in range(2))
-    for rows, _, _, known in _chunks(blocks, shards, head):
+    for rows, _, _, known in chunks(blocks, shards, head):
         logprob[rows], entropy[rows] = known.logprob, known.entropy
     return logprob, entropy
 
@@ -214,12 +214,12 @@ def logprob_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of sum(dlogprob * logprob + dentropy * entropy), as in `policy_loss`; recomputes the logits."""
     grads = _Gradients(blocks, shards, head, needs, [dlogprob, dentropy], weight_grad)
-    for rows, part, z, known in _chunks(blocks, shards, head):
+    for rows, part, z, known in chunks(blocks, shards, head):
         grads.add(rows, part, z, known, dlogprob[rows], dentropy[rows])
     return grads.finish()
 
 
-def _chunks(blocks: Blocks, shards: Shards, head: Head) -> Iterator[tuple[slice, Head, Tensor, Statistics]]:
+def chunks(blocks: Blocks, shards: Shards, head: Head) -> Iterator[tuple[slice, Head, Tensor, Statistics]]:
     """Which tokens, the head of those and this rank's rows, its logits, and the statistics of the whole rows."""
     for start in range(0, len(head.target), shards.chunk):
         rows = slice(start, min(start + shards.chunk, len(head.target)))

@@ -21,9 +21,19 @@ def draws(head: Head, on: Tensor, scratch_bytes: float) -> Iterator[tuple[slice,
 
 
 def _draw(head: Head, on: Tensor) -> Drawn:
+    logp, memory, logprob, entropy, slope = statistics(head, slice(None), gradient=True)
+    return draw(head, on, logp, memory, logprob, entropy, slope)
+
+
+def draw(
+    head: Head, on: Tensor, logp: Tensor, memory: Tensor, logprob: Tensor, entropy: Tensor, slope: Tensor | None
+) -> Drawn:
+    """The draw from log p (n, V), the columns of the head's own tokens, where the softcap has this slope or is None.
+
+    memory (n, V): overwritten. logprob, entropy (n,): of whole rows.
+    """
     assert head.uniform is not None
     threshold = head.threshold
-    logp, memory, logprob, entropy, slope = statistics(head, slice(None), gradient=True)
     p = torch.exp(logp, out=memory)
     on, known = on & entropy.isfinite(), (head.target >= 0) & (head.target < p.shape[1])
     at = head.target.where(known, 0)[:, None]
@@ -44,6 +54,6 @@ def _draw(head: Head, on: Tensor) -> Drawn:
     row, token = kept.logical_and_(on[:, None]).nonzero(as_tuple=True)
     w = torch.where(small[row, token], level.to(p.dtype)[row, 0], p[row, token])
     variance = (tail * (level.to(p.dtype) - tail)).sum(1)
-    square = torch.expm1(logprob.nan_to_num(0.0)) ** 2 + (p * p).sum(1)
+    square = torch.where(known, torch.expm1(logprob.nan_to_num(0.0)) ** 2, 0.0) + (p * p).sum(1)
     of_cap, of_own = (None, None) if slope is None else (slope[row, token], slope.gather(1, at).squeeze(1))
     return Drawn(logprob, entropy, row, token, w, logp[row, token], of_cap, of_own, variance, square, flat)
