@@ -153,9 +153,8 @@ class TrainConfig(Section):
                 )
         if owned := sorted(OWNED & self.deepspeed.keys()):
             raise ValueError(f"deepspeed.{owned[0]}: leave it out, the trainer sets micro-batches, AdamW and dtype")
-        if self.backward == "sampled" and (self.backend == "reference" or self.shard_head):
-            got = f"backend {self.backend}, shard_head {self.shard_head}"
-            raise ValueError(f"backward sampled: want another backend than reference, and no shard_head; got {got}")
+        if self.backward == "sampled" and self.backend == "reference":
+            raise ValueError("backward sampled: want another backend than reference; got reference")
         if self.offload_params != "none" and self.zero_stage < 3:
             raise ValueError(f"offload_params needs weights in shards: want zero_stage 3; got {self.zero_stage}")
         if self.optimizer == "adamw8bit" and self.offload_optimizer == "cpu":

@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 from rlplus.common import agree
 from rlplus.learner.deepspeed_settings import check_sharded_head
 from rlplus.loss import Objective, PolicyLoss, TokenConstants, linear_logprob, linear_policy_loss, token_loss
+from rlplus.loss.backends.sampled import SAMPLED_STATS
 from rlplus.loss.library import IGNORED
 
 
@@ -70,7 +71,8 @@ class ShardedHead:
         logprob, entropy = out.logprob[own.rows], out.entropy[own.rows]
         mine = token_loss(logprob, entropy, constants, objective)
         loss = out.loss + (mine.loss - out.loss).detach()  # the value of this rank's tokens, with everybody's gradient
-        return PolicyLoss(loss, logprob, entropy, mine.stats)
+        of_all = {name: out.stats[name] / dist.get_world_size() for name in SAMPLED_STATS if name in out.stats}
+        return PolicyLoss(loss, logprob, entropy, mine.stats | of_all)
 
     def give_gradient(self) -> None:
         """Give DeepSpeed the mean over ranks of the rows' gradient, as it makes it of the other parameters'."""

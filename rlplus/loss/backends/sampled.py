@@ -68,7 +68,8 @@ class Elements(NamedTuple):
 class Forward(NamedTuple):
     """Per row (N,): logprob, entropy, and as in `Drawn` variance, square, flat. elements: of rows that keep some.
 
-    Of a split head the elements are this rank's, and all else is known to all ranks. drawn (0-d): the number of all elements.
+    Of a split head the elements are this rank's, and all else is known to all ranks. drawn (0-d): how many there are on
+    all ranks.
     """
 
     logprob: Tensor
