@@ -92,7 +92,7 @@ def test_every_available_method_computes_its_loss() -> None:
     case = measured(replace(SMALL, N=16, H=16, V=50, repeats=1, methods=methods))
     for row in case["rows"]:
         if row["status"] == "ok" and METHODS[row["method"]].kind not in ("bare", "other"):
-            assert row["dweight_error"] < (1e-2 if "filter" in row["method"] else 1e-4), row
+            assert row["dweight_error"] < 1e-4, row
         else:
             assert row["status"].startswith(("ok", "needs", "not installed")), row
 
