@@ -206,7 +206,7 @@ def table(rows: Mapping[str, Mapping[str, float]]) -> str:
 
 def found_versions() -> dict[str, str]:
     """Versions of everything that is measured, as far as it is installed."""
-    found = versions()
+    found = dict(versions())  # which are cached
     for name in PACKAGES:
         try:
             found[name] = version(name)

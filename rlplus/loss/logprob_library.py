@@ -145,9 +145,6 @@ def _differentiate(ctx: Any, dlogprob: Tensor, dentropy: Tensor, *_: Any) -> tup
     *inputs, _ = [other if x is None else x for x, other in zip(tensors, ctx.others, strict=True)]
     needs = list(ctx.needs_input_grad[:3])
     grads = linear_logprob_backward(dlogprob, dentropy, *stored, *inputs, needs)
-    # If the graph is not retained nothing else reads them. A compiler's fake tensor has another type.
-    if type(stored[0]) is Tensor and not torch._C._autograd._get_current_graph_task_keep_graph():
-        implementation(inputs[-1]).release(stored)
     return *(g if need else None for g, need in zip(grads, needs, strict=True)), *(None,) * (len(tensors) - 3)
 
 

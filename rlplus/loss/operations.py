@@ -177,9 +177,9 @@ def linear_logprob(
 
     hidden (..., H), weight (V, H), bias (V,) or None; target (...) int64 or int32 in [0, V), or -100: there the logprob
     is 0 and has no gradient, and the temperature may be anything. Logits, temperature, dtypes, options and errors as in
-    `linear_policy_loss`. With backward "exact" there are three GEMMs, or two if only hidden
-    needs a gradient: the logits of as many rows as fit max_scratch_mb stay between the passes (beside a pass's own
-    scratch), and the rest is computed again. With "sampled" the forward pass keeps what it needs, in one.
+    `linear_policy_loss`. With backward "exact" there are three GEMMs, or two if only hidden needs a gradient: logits of
+    as many rows as fit max_scratch_mb stay until the backward pass (beside a pass's own scratch; calls of one graph add
+    up), and the rest is computed again. With "sampled" the forward pass keeps what it needs, in one.
     """
     with _telling(group, weight, hidden, target):
         head = make_head(hidden, weight, target, bias, (logit_scale, logit_softcap, temperature), group, kept)

@@ -9,15 +9,15 @@ HIDDEN = "(hidden)"
 SHORTEST = 6  # characters of a key; a shorter text may be any word of another text
 # Names of settings, with _ between words; no tokens of text, such as pad_token and think_end_token.
 _NAMES = re.compile(
-    r"(.*_)?(secret|password|passwd|passphrase|credentials?|authorization"
-    r"|(api|secret|access|private|signing|encryption|account|ssh|auth)_?key)|key"
+    r"(.*_)?(secret|password|passwd|pwd|passphrase|credentials?|authorization|jwt|webhook(_url)?"
+    r"|(api|secret|access|private|signing|encryption|account|ssh|auth|wandb|license|master|subscription)_?key)|key"
     r"|(?!(.*_)?(pad|eos|bos|sep|cls|mask|unk|boi|eoi|eot|eom|image|video|audio|vision|stop|start|begin|end|special|think"
     r"|tool|prompt|response|first|last|next|new|per|max|min)_?token)(.*_)?\w*token"
 )
 _PAIR = re.compile(r"([\w.-]+)=[\"']?([^\s,;&\"']+)")  # NAME=value: of an environment, an option or an address
 _FORMS = re.compile(
-    r"hf_\w{16,}|sk-[\w-]{16,}|gh[pousr]_\w{20,}|github_pat_\w{20,}|glpat-[\w-]{16,}|xox[abprs]-[\w-]{10,}"
-    r"|AKIA[0-9A-Z]{16}|AIza[\w-]{30,}|eyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]{8,}|(?<=://)[^/\s:@'\"]+:[^/\s@'\"]+(?=@)"
+    r"hf_\w{16,}|nvapi-[\w-]{16,}|gsk_\w{16,}|sk-[\w-]{16,}|gh[pousr]_\w{20,}|github_pat_\w{20,}|glpat-[\w-]{16,}|xox[abprs]-[\w-]{10,}"
+    r"|AKIA[0-9A-Z]{16}|AIza[\w-]{30,}|eyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]{8,}|(?<=://)[^/\s:@'\"]+:[^\s'\"]+(?=@)"
     r"|(?<=Bearer )[\w.~+/=-]{16,}|-----BEGIN [A-Z ]*PRIVATE KEY-----[\s\S]*?-----END [A-Z ]*PRIVATE KEY-----"
 )
 # Who an address is for, where no password follows: a token or a name, such as git. Hidden there and nowhere else.

@@ -44,7 +44,7 @@ def test_other_text_stays() -> None:
         *("http://host:8000/v1, mail me@host", "a@b", "http://host", "x: //", "error: me@host.org", "me@host:8000"),
         *("git@github.com:org/repo.git", "mailto:me@host.org", "python:3.11@sha256:0123", "reg:5000/image@sha256:01"),
         *("val:pass@8", "pass@1: 0.5", '{"a":"me@host"}', "/data/a:b/c@d", "model@ab12, step:5", "at 12:30 @ noon"),
-        *("File x.py:12: in f@g", "a::b@c", "key: value@host"),
+        *("File x.py:12: in f@g", "a::b@c", "key: value@host", "hf://datasets/o/r@rev/x", "file:///a/b@c"),
     ):
         assert without_passwords(text) == text
 

@@ -147,3 +147,25 @@ def test_rows_that_are_no_numbers_stay_apart() -> None:
     assert leaf["weight"].grad is not None
     assert leaf["weight"].grad.isfinite().all()
     assert (leaf["hidden"].grad[3] == 0).all()
+
+
+@EVERY
+def test_hooks_may_own_the_memory_of_what_is_saved(backend: str) -> None:
+    """As an offloading buffer does, which holds all saved tensors of a step and is filled anew by the next one."""
+    buffer, want = torch.empty(200_000), gradients(backend, FP32, ALL)
+    at = 0
+
+    def pack(x: Tensor) -> Tensor:
+        nonlocal at
+        if x.dtype != FP32 or x.is_cuda:
+            return x
+        at += x.numel()
+        return buffer[at - x.numel() : at].view(x.shape).copy_(x)
+
+    for _ in range(3):
+        at = 0
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+            got = gradients(backend, FP32, ALL)
+        for x, y in zip(got, want, strict=True):
+            torch.testing.assert_close(x, y)
+        assert at >= N * V or DEVICE.get(backend) == "cuda"

@@ -220,7 +220,7 @@ def test_the_head_takes_what_is_planned(tmp_path, backend, dtype, tokens, backwa
         )  # fmt: skip
 
     if backend == "cpp":  # it keeps its scratch for the next call
-        native._scratch.clear()
+        native.kept_scratch.clear()
     else:
         loss()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:

@@ -161,7 +161,7 @@ KEYS = {
     "sk": "sk-proj-" + "0123456789abcdef" * 2,
     "github": "ghp_" + "0123456789abcdef" * 2 + "0123",
     "aws": "AKIA" + "ABCDEFGH01234567",
-    "url": "me:pass-word",
+    "url": "me:pass@w/rd",
     "api_key": "plain words, 'quoted'",
     "wandb_api_key": "0123456789" * 4,
     "password": "'x'x'x'",

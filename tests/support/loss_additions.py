@@ -86,9 +86,9 @@ BACKEND = Addition(
     {
         "rlplus/loss/backends/plain_blocks.py": '''"""The chunks of the torch backend under another name."""
 
-from rlplus.loss.backends.chunked import logprob, logprob_backward, new_stored, policy_loss, release, scratch_per_logit
+from rlplus.loss.backends.chunked import logprob, logprob_backward, new_stored, policy_loss, scratch_per_logit
 
-__all__ = ["logprob", "logprob_backward", "new_stored", "policy_loss", "release", "scratch_per_logit"]
+__all__ = ["logprob", "logprob_backward", "new_stored", "policy_loss", "scratch_per_logit"]
 ''',
         "rlplus/loss/library.py": (
             ('    "torch": "chunked",\n', '    "torch": "chunked",\n    "plain": "plain_blocks",\n'),

@@ -74,10 +74,6 @@ def new_stored(head: Head, count: int) -> tuple[Tensor, Tensor]:
     return tuple(head.hidden.new_empty(count, width, dtype=head.dtype) for width in (len(head.weight), 0))  # type: ignore[return-value]
 
 
-def release(stored: tuple[Tensor, Tensor]) -> None:
-    """End of the use of stored rows: there is nothing to do."""
-
-
 def logprob(head: Head, scratch_bytes: float, stored: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, Tensor]:
     """-> logprob (N,), entropy (N,). stored: of all rows, which are written there; None: they are not kept."""
     logprob, entropy = (head.hidden.new_empty(len(head.target), dtype=head.dtype) for _ in range(2))

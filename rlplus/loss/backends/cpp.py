@@ -77,16 +77,8 @@ def policy_loss(
 
 def new_stored(head: Head, count: int) -> tuple[Tensor, Tensor]:
     """Memory for what `logprob_backward` needs of so many rows: logits (count, V) and statistics (count, 4)."""
-    V, new = len(head.weight), head.hidden.new_empty
-    if type(head.hidden) is not Tensor or not count:  # a compiler's fake tensor has another type
-        return new(count, V, dtype=torch.float32), new(count, 4, dtype=torch.float32)
-    return take_scratch(count * V)[: count * V].view(count, V), new(count, 4, dtype=torch.float32)
-
-
-def release(stored: tuple[Tensor, Tensor]) -> None:
-    """Take back the memory of rows that are not read again."""
-    logits = stored[0]
-    give_back(logits.new_empty(0).set_(logits.untyped_storage()))
+    new = head.hidden.new_empty
+    return new(count, len(head.weight), dtype=torch.float32), new(count, 4, dtype=torch.float32)
 
 
 def logprob(head: Head, scratch_bytes: float, stored: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, Tensor]:

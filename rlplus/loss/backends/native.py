@@ -9,7 +9,6 @@ import ctypes
 import logging
 from functools import cache
 from pathlib import Path
-from threading import Lock
 
 import torch
 from torch import Tensor
@@ -145,30 +144,25 @@ def wide_bias(head: Head) -> Tensor | None:
     return None if head.bias is None else head.bias.to(torch.float32).contiguous()
 
 
-_scratch: list[Tensor] = []  # an earlier call's, by size
-_taking = Lock()  # calls may run in several threads
-SCRATCHES = 2  # stored logits, and a chunk of gradients beside them
+kept_scratch: list[Tensor] = []
 
 
 def take_scratch(size: int) -> Tensor:
-    """Uninitialised fp32 memory, an earlier call's if there is some that is large enough.
+    """Uninitialised fp32 memory, an earlier call's if it is large enough.
 
     The first touch of fresh memory would take a tenth of a bf16 pass.
     """
-    with _taking:
-        fits = [i for i, kept in enumerate(_scratch) if len(kept) >= size]
-        if fits:
-            return _scratch.pop(fits[0])
-    return torch.empty(size, dtype=torch.float32, device="cpu")
+    try:
+        kept = kept_scratch.pop()  # taken out while in use: calls may run in several threads
+    except IndexError:
+        return torch.empty(size, dtype=torch.float32, device="cpu")
+    return kept if len(kept) >= size else torch.empty(size, dtype=torch.float32, device="cpu")
 
 
 def give_back(scratch: Tensor) -> None:
     """Keep what `take_scratch` gave; it is marked MADV_FREE, so that the operating system can reclaim it."""
     native().rlplus_may_be_reclaimed(pointer(scratch), int64(scratch.nbytes))
-    with _taking:
-        _scratch.append(scratch)
-        _scratch.sort(key=len)
-        del _scratch[:-SCRATCHES]
+    kept_scratch[:] = [scratch]
 
 
 def dense(matrix: Tensor) -> Tensor:

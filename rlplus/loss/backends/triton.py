@@ -93,10 +93,6 @@ def new_stored(head: Head, count: int) -> tuple[Tensor, Tensor]:
     return rows, head.hidden.new_empty(count, WIDTH, dtype=head.dtype)
 
 
-def release(stored: tuple[Tensor, Tensor]) -> None:
-    """End of the use of stored rows: there is nothing to do."""
-
-
 def stored_way(head: Head, bonus: bool = True) -> Way:
     """A way that serves whatever slopes come: behind a softcap an entropy's need logits."""
     return way_of(head, True, bonus or head.softcap is not None)
