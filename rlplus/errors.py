@@ -90,7 +90,7 @@ def without_passwords(text: str) -> str:
     Without a scheme a `:` before the `@` tells such an address from an e-mail's, in which a password cannot be told
     from a name. A password with a slash in it is found with a scheme, or where a port follows the host.
     """
-    return _BARE.sub("***@", re.sub(r"(:/+)(?:[^\s/]*|\S*:\S*)@", r"\1***@", text))
+    return _BARE.sub("***@", re.sub(r"(:/+)(?:\S*:\S*|[^\s/]*)@", r"\1***@", text))
 
 
 class _Formatter(logging.Formatter):
