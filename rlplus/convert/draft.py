@@ -45,7 +45,10 @@ class Script:
 class Draft:
     """values, comments: the configuration's. lost, missing: lines about what is not converted, or must be filled in."""
 
-    def __init__(self, trainer: str, script: Script, defaults: Mapping[str, Any]) -> None:
+    def __init__(
+        self, trainer: str, script: Script, defaults: Mapping[str, Any], nothing: Mapping[str, Any]
+    ) -> None:
+        """nothing: the values that None stands for; elsewhere it is unread, unless it is the default."""
         self.trainer = trainer
         self.script = script
         self.values: dict[str, Any] = {"output_dir": "", "model": {}, "data": {}, "reward": {}}
@@ -56,12 +59,17 @@ class Draft:
         self._defaults = defaults
         self._asked: set[str] = set()
         self._listed: set[str] = set()
+        self._empty = {name for name, value in script.settings.items() if value is None and name in defaults}
+        for name in self._empty:
+            if name in nothing:
+                script.settings[name] = nothing[name]
+            else:
+                script.doubt(name, script.places[name])
 
     def get(self, name: str) -> Any:
         """The script's value, or the trainer's default."""
         self._asked.add(name)
-        value = self.script.settings.get(name)
-        return self._defaults.get(name) if value is None else value
+        return self.script.settings.get(name, self._defaults.get(name))
 
     def count(self, name: str, least: int = 1) -> int:
         """`get` of an integer. ValueError for another value, or one below `least`."""
@@ -86,7 +94,7 @@ class Draft:
             raise ValueError(f"want {self.trainer}'s {name} {wanted}; got {self.get(name)!r} ({self._place(name)})")
 
     def given(self, name: str) -> bool:
-        """Whether the script has a value that can be read."""
+        """Whether the script has a value that can be read, and is not None."""
         self._asked.add(name)
         return self.script.settings.get(name) is not None
 
@@ -104,8 +112,9 @@ class Draft:
 
     def _place(self, name: str) -> str:
         if name in self.script.unread:
-            return f"line {self.script.unread[name]} could not be read"
-        return f"line {self.script.places[name]}" if self.given(name) else "default"
+            what = "gives no value" if name in self._empty else "could not be read"
+            return f"line {self.script.unread[name]} {what}"
+        return f"line {self.script.places[name]}" if name in self.script.places else "default"
 
     def set(self, key: str, value: Any, *names: str, note: str = "") -> None:
         """Set a key of ours. names: the settings that it comes from. note: what else its comment says."""
@@ -165,7 +174,7 @@ class Draft:
         for name, line in self.script.unread.items():
             known = ending(name, reasons)
             if name in self._asked - self._listed:
-                self.missing.append(f"{name}: line {line} could not be read; {self.trainer}'s default is taken")
+                self.missing.append(f"{name}: {self._place(name)}; {self.trainer}'s default is taken")
             elif name not in self._listed:
                 self.lose(name, reasons[known] if known else "only running the script would tell")
         for name, line in self.script.outside.items():

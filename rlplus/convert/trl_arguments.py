@@ -20,6 +20,8 @@ DEFAULTS: dict[str, Any] = {
     "save_strategy": "steps", "save_steps": 500,
 }  # fmt: skip
 DEFAULTS_AROUND = {"LoraConfig.r": 8, "LoraConfig.lora_alpha": 8, "load_dataset.split": "train"}
+NO_LIMIT = 1e9
+NOTHING = {"output_dir": "trainer_output", "max_grad_norm": NO_LIMIT, "vllm_importance_sampling_clip_max": NO_LIMIT}
 # TRL's losses: the preset, and the normaliser.
 LOSSES = {
     "grpo": ("grpo", "sequence"), "dapo": ("grpo", "token"), "bnpo": ("grpo", "token"), "dr_grpo": ("grpo", "constant"),
@@ -50,7 +52,7 @@ AROUND = {
 
 def from_trl(script: Script, gpus: int) -> Draft:
     """ValueError for a loss that is none of ours, and sizes that TRL itself refuses."""
-    draft = Draft("TRL", script, DEFAULTS | DEFAULTS_AROUND)
+    draft = Draft("TRL", script, DEFAULTS | DEFAULTS_AROUND, NOTHING)
     draft.take("output_dir", "output_dir")
     _model(draft)
     _data_and_reward(draft)
@@ -230,7 +232,7 @@ def _mismatch(draft: Draft) -> None:
             draft.set("algorithm.objective.mismatch_cap", None, "vllm_importance_sampling_correction")
         return
     names = ("vllm_importance_sampling_mode", "vllm_importance_sampling_clip_max")
-    draft.set("algorithm.objective.mismatch_cap", cap, names[1])
+    draft.set("algorithm.objective.mismatch_cap", cap, names[1], note="no cap" if cap == NO_LIMIT else "")
     draft.set("algorithm.objective.mismatch_mode", mode, names[0])
     draft.set("algorithm.mismatch_level", level, names[0])
     if low is not None:
@@ -296,8 +298,8 @@ def _optimizer(draft: Draft) -> None:
     draft.take("train.weight_decay", "weight_decay")
     if draft.given("adam_beta1") or draft.given("adam_beta2"):
         draft.set("train.betas", [draft.get("adam_beta1"), draft.get("adam_beta2")], "adam_beta1", "adam_beta2")
-    norm = draft.get("max_grad_norm")
-    draft.set("train.grad_clip", norm or 1e9, "max_grad_norm", note="" if norm else "no clipping")
+    norm = draft.get("max_grad_norm") or NO_LIMIT
+    draft.set("train.grad_clip", norm, "max_grad_norm", note="no clipping" if norm == NO_LIMIT else "")
     draft.take("train.seed", "seed")
     if draft.get("torch_compile"):
         draft.set("train.compile", True, "torch_compile")

@@ -30,6 +30,10 @@ DEFAULTS: dict[str, Any] = {
     "critic.optim.lr": 1e-5, "critic.optim.lr_warmup_steps": -1, "critic.cliprange_value": 0.5,
     "reward_model.overlong_buffer.penalty_factor": 1.0,
 }  # fmt: skip
+NOTHING = {
+    f"{A}optim.lr_warmup_steps": -1, "critic.optim.lr_warmup_steps": -1, f"{A}optim.min_lr_ratio": 0.0,
+    f"{A}ppo_micro_batch_size_per_gpu": 1,
+}  # fmt: skip
 OPTIONS = ("--config-name", "--config-path", "--config-dir", "-cn", "-cp", "-cd")
 OPTION = "the settings of that file are not read, and verl's defaults are taken: write them into the command"
 ADVANTAGES = {
@@ -44,7 +48,7 @@ ESTIMATORS |= {f"{name}+": "k2" for name in ("kl", "k1", "low_var_kl", "k3", "ms
 
 def from_verl(script: Script) -> Draft:
     """ValueError for an estimator or a loss that is none of ours."""
-    draft = Draft("verl", script, DEFAULTS)
+    draft = Draft("verl", script, DEFAULTS, NOTHING)
     names = ("trainer.project_name", "trainer.experiment_name")
     if draft.given("trainer.default_local_dir"):
         draft.take("output_dir", "trainer.default_local_dir")

@@ -336,6 +336,22 @@ def test_an_attribute_that_is_assigned_later_is_listed(tmp_path: Path) -> None:
     assert any(line.startswith("train.lr: learning_rate (line 2 could not be read)") for line in trainer.missing)
 
 
+def test_none_is_kept_where_it_has_a_meaning_and_else_to_be_filled_in(tmp_path: Path) -> None:
+    given = "max_grad_norm=None, vllm_importance_sampling_clip_max=None, max_completion_length=None, delta=None"
+    (script := tmp_path / "a.py").write_text(f"GRPOConfig(use_vllm=True, {given})")
+    converted = convert(script)
+    assert "mismatch_cap: 1000000000.0  # vllm_importance_sampling_clip_max (line 1); no cap" in converted.text
+    assert "grad_clip: 1000000000.0  # max_grad_norm (line 1); no clipping" in converted.text
+    assert "max_response_length: 512  # FILL IN; max_completion_length (line 1 gives no value)" in converted.text
+    keys = "actor_rollout_ref.actor.grad_clip=null data.max_response_length=null trainer.total_epochs=null"
+    cap = "algorithm.rollout_correction.rollout_is=token algorithm.rollout_correction.rollout_is_threshold=null"
+    rest = "algorithm.adv_estimator=grpo actor_rollout_ref.actor.optim.lr_warmup_steps=null"
+    (script := tmp_path / "a.sh").write_text(f"python -m verl.trainer.main_ppo {keys} {cap} {rest}")
+    missing = [line.partition(":")[0] for line in convert(script).missing if "gives no value" in line]
+    assert {*missing} == {f"{OBJECTIVE}mismatch_cap", "train.grad_clip", "rollout.max_response_length",
+                          "train.epochs", "train.tokens_per_micro_batch"}  # fmt: skip
+
+
 def test_guessed_columns_are_to_be_filled_in(tmp_path: Path) -> None:
     (path := tmp_path / "a.py").write_text("GRPOConfig()")
     before = {line.partition(":")[0] for line in convert(path).missing}
