@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from rlplus.config import Config, DataConfig, ModelConfig, config_from, model_problem
 from rlplus.data import Example, LoadReport, byte_tokenizer, load_examples, load_tokenizer, read_examples
+from rlplus.data.bare_answers import bare_answers
 from rlplus.data.choices import hidden_choices
 from rlplus.data.row_files import get_column, read_rows, row_names
 from rlplus.reward import BOX
@@ -40,6 +41,7 @@ class Columns:
     """values: keys of the section data. reward: the grader for its answers. tokens: whether lengths are the model's.
 
     prompts: how many can be used. examples: the rows as training reads them. report: what it drops of them.
+    bare: the problems of columns that are only the answer, of which no demonstrations are made unless they are given.
     """
 
     values: dict[str, Any]
@@ -49,6 +51,7 @@ class Columns:
     demonstration: bool
     examples: Sequence[Example]
     report: LoadReport
+    bare: tuple[str, ...]
 
     def summary(self, config: Config) -> str:
         data = config.data
@@ -78,6 +81,10 @@ def find_columns(path: str, fixed: dict[str, Any], model: dict[str, Any]) -> Col
     if not rows:
         raise ValueError(f"{path}: want at least one row; got none")
     values: dict[str, Any] = {"path": path} | _named(path, rows, fixed) | fixed
+    others = [name for name in NAMES["demonstration"] if name != values["answer"]]  # why none was chosen
+    bare = _bare(rows, values, [values["demonstration"]] if values.get("demonstration") else others)
+    if "demonstration" not in values:
+        bare = tuple(f"{problem}; no demonstrations are taken from it" for problem in bare)
     settings = _section(ModelConfig, "model", model)
     tokens = model_problem(str(settings.path)) is None
     tokenizer = load_tokenizer(settings) if tokens else byte_tokenizer()
@@ -101,7 +108,7 @@ def find_columns(path: str, fixed: dict[str, Any], model: dict[str, Any]) -> Col
         values.setdefault("max_prompt_length", _longest(report.prompt_lengths))
     if tokens and report.demonstration_lengths:
         values.setdefault("max_demonstration_length", _longest(report.demonstration_lengths))
-    return Columns(values, reward, tokens, report.kept, data.demonstration is not None, examples, report)
+    return Columns(values, reward, tokens, report.kept, data.demonstration is not None, examples, report, bare)
 
 
 def _unlimited(values: dict[str, Any]) -> DataConfig:
@@ -143,25 +150,32 @@ def _named(path: str, rows: list[dict[str, Any]], fixed: dict[str, Any]) -> dict
     names = list(dict.fromkeys(name for row in rows for name in row_names(row)))
     taken: list[str | None] = [fixed[key] for key in ("prompt", "answer") if fixed.get(key)]
     found: dict[str, Any] = dict(fixed)
-    for key, known in NAMES.items():
-        if key not in fixed:
-            free = [name for name in known if name in names and name not in taken]
-            found[key] = _first(rows, free) if key != "demonstration" else next(iter(free), None)
-            taken.append(found[key])
     for key in ("prompt", "answer"):
+        if key not in fixed:
+            found[key] = _first(rows, [name for name in NAMES[key] if name in names and name not in taken])
+            taken.append(found[key])
         if found[key] is None:
             wanted = ", ".join(NAMES[key])
             raise ValueError(
                 f"{path}: want a column of the {key}, by one of the names {wanted}, or named by data.{key}=COLUMN; "
                 f"got {', '.join(names)}"
             )
-    if found["demonstration"] is None:
-        del found["demonstration"]
     texts = [str(_value(row, found["answer"])) for row in rows]
-    if "answer_pattern" not in found and sum("#### " in text for text in texts) > MOST * len(texts):
+    gsm8k = "answer_pattern" not in found and sum("#### " in text for text in texts) > MOST * len(texts)
+    if gsm8k:
         found |= {"answer_pattern": GSM8K}
-        found.setdefault("demonstration", found["answer"])
+    free = (name for name in NAMES["demonstration"] if name in names and name not in taken)
+    worked = (name for name in free if not _bare(rows, found, [name]))
+    if "demonstration" not in fixed and (name := next(worked, found["answer"] if gsm8k else None)):
+        found["demonstration"] = name
     return found
+
+
+def _bare(rows: list[dict[str, Any]], values: dict[str, Any], demonstrations: Sequence[str]) -> tuple[str, ...]:
+    """The problems of those columns that are only the answer."""
+    answer, pattern = values["answer"], values.get("answer_pattern")
+    found = (bare_answers(rows, name, answer, pattern) for name in demonstrations)
+    return tuple(filter(None, found))
 
 
 def _first(rows: list[dict[str, Any]], names: list[str]) -> str | None:

@@ -11,6 +11,7 @@ import numpy as np
 from rlplus.common import agree
 from rlplus.config import Config
 from rlplus.data import Example, LoadReport, find_ends, load_tokenizer, read_examples, read_problems, response_text
+from rlplus.data.bare_answers import bare_answers
 from rlplus.data.choices import hidden_choices
 from rlplus.data.row_files import read_rows
 from rlplus.evaluation.known import known_benchmarks, refusal
@@ -101,7 +102,7 @@ def plan_data(config: Config) -> DataPlan:
         decode = partial(response_text, tokenizer, prefix=config.data.response_prefix, ends=ends)
         prompts = select_prompts(config, loaded, scorer, decode)
     graded = [] if prompts.graded is None else [prompts.graded.summary()]
-    graded += [*unreadable_answers(config.reward, loaded), *_hidden_choices(config)]
+    graded += [*unreadable_answers(config.reward, loaded), *_column_problems(config)]
     return DataPlan(
         len(prompts.variants),
         (*(f"{key}: {report.summary()}" for key, report in reports.items()), *graded),
@@ -111,11 +112,13 @@ def plan_data(config: Config) -> DataPlan:
     )
 
 
-def _hidden_choices(config: Config) -> list[str]:
-    """The problem of choices that the prompts do not show, if there is one: of rows with all their columns."""
-    rows = [row for _, row in islice(read_rows(config.data.paths, None, None), LOOKED_AT)]
-    problem = hidden_choices(rows, config.data.prompt, config.data.answer)
-    return [] if problem is None else [problem]
+def _column_problems(config: Config) -> list[str]:
+    """Choices that the prompts do not show, demonstrations that are bare answers: of rows with all their columns."""
+    rows, data = [row for _, row in islice(read_rows(config.data.paths, None, None), LOOKED_AT)], config.data
+    problems = [hidden_choices(rows, data.prompt, data.answer)]
+    if data.demonstration is not None:
+        problems.append(bare_answers(rows, data.demonstration, data.answer, data.answer_pattern))
+    return [problem for problem in problems if problem is not None]
 
 
 def _lengths(reports: dict[str, LoadReport]) -> Iterator[tuple[str, Lengths]]:

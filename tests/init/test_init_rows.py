@@ -1,6 +1,7 @@
 """Rows that lack an answer, or have one of another form: `rlplus init` counts them and keeps the others."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from rlplus.data import byte_tokenizer, load_examples, response_text
 from rlplus.init import start
 from rlplus.learner.pretrained import make_scratch_model, write_model
 from rlplus.plan import make_cluster
+from rlplus.plan.data_report import plan_data
 
 
 @pytest.fixture(autouse=True)
@@ -84,3 +86,33 @@ def test_letters_are_choices_although_a_row_has_none(odd: dict[str, Any], model:
 def test_data_of_which_nothing_is_dropped_get_no_line(model: str, tmp_path: Path) -> None:
     begun = start(model, questions(tmp_path), make_cluster(1, "24g"))
     assert not any(reason.startswith("data:") for reason in begun.reasons)
+
+
+BARE = [str, "\\boxed{{{}}}".format, lambda i: f" ${i}$ ", lambda i: [{"role": "assistant", "content": str(i)}]]
+
+
+@pytest.mark.parametrize("form", BARE)
+@pytest.mark.parametrize("worked", [0, 4, 6])
+def test_a_column_that_is_only_the_answer_is_no_demonstration(
+    worked: int, form: Callable[[int], Any], model: str, tmp_path: Path
+) -> None:
+    """As DAPO-Math has it. Given it is a warning, of the plan as well; a tenth of the rows may have a solution."""
+    rows = [{"prompt": f"{i}?", "solution": form(i), "reward_model": {"ground_truth": str(i)}} for i in range(40)]
+    for row in rows[:worked]:
+        row["solution"] = f"Count: {row['reward_model']['ground_truth']}"
+    data, only = written(tmp_path, rows), f"'solution' is only the answer in {40 - worked} of 40 rows"
+    begun = start(model, data, make_cluster(1, "24g"))
+    found = (begun.config.algorithm.preset, begun.config.data.demonstration)
+    assert found == (("rlplus", "solution") if worked == 6 else ("grpo", None))
+    assert any(only in line and "no demonstrations are taken" in line for line in begun.reasons) == (worked < 6)
+    given = start(model, data, make_cluster(1, "24g"), ["data.demonstration=solution"])
+    assert (given.config.algorithm.preset, given.config.data.demonstration) == ("rlplus", "solution")
+    assert any(only in line for line in given.reasons) == (worked < 6)
+    assert any(only in line for line in plan_data(given.config).summaries) == (worked < 6)
+
+
+def test_worked_solutions_beside_bare_answers_are_the_demonstrations(model: str, tmp_path: Path) -> None:
+    rows = [{"prompt": f"{i}?", "answer": f"Count.\n#### {i}", "solution": i} for i in range(20)]
+    begun = start(model, written(tmp_path, rows), make_cluster(1, "24g"))
+    assert (begun.config.data.demonstration, begun.config.data.answer_pattern) == ("answer", "#### (.+)")
+    assert not any("only the answer" in line for line in begun.reasons)
