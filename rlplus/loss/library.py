@@ -300,3 +300,25 @@ def _scale_gradients(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, ...]:
 
 
 attach_gradients.register_autograd(_scale_gradients, setup_context=_keep_gradients)
+
+
+# ---- logprob and entropy, whose backward passes need what a forward pass returns behind them
+
+
+def keep_for_backward(ctx: Any, inputs: tuple, output: tuple) -> None:
+    ctx.mark_non_differentiable(*output[2:])
+    ctx.save_for_backward(*output[2:], *(x if isinstance(x, Tensor) else None for x in inputs))
+    ctx.others = [None if isinstance(x, Tensor) else x for x in inputs]
+
+
+def differentiate(
+    backward: Callable[..., tuple[Tensor, ...]], ctx: Any, dlogprob: Tensor, dentropy: Tensor, *_: Any
+) -> tuple[Tensor | None, ...]:
+    """backward: takes the slopes, what the forward pass returned for it, its inputs, and which gradients are needed."""
+    check_differentiated_once()
+    saved = ctx.saved_tensors  # once: activation checkpoints make it anew at each access, and refuse the second
+    kept, tensors = saved[: -len(ctx.others)], saved[-len(ctx.others) :]
+    inputs = [other if x is None else x for x, other in zip(tensors, ctx.others, strict=True)]
+    needs = list(ctx.needs_input_grad[:3])
+    grads = backward(dlogprob, dentropy, *kept, *inputs, needs)
+    return *(g if need else None for g, need in zip(grads, needs, strict=True)), *(None,) * (len(inputs) - 3)

@@ -4,6 +4,7 @@ The logits do not depend on the loss: the last rows' logits stay between the pas
 others are computed again. So the backward pass has two GEMMs, or one if the head is frozen.
 """
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,13 +13,14 @@ from torch import Tensor
 from rlplus.loss.backends import kept_tokens
 from rlplus.loss.faults import advising
 from rlplus.loss.head import Head
-from rlplus.loss.inputs import check_differentiated_once
 from rlplus.loss.library import (
     check_logprob_rows,
     check_targets,
+    differentiate,
     empty_gradients,
     implementation,
     in_one_dtype,
+    keep_for_backward,
     sharded,
     shards_of,
     telling,
@@ -122,7 +124,7 @@ def _whole_backward(
     for rows, known in ((slice(split), None), (slice(split, None), stored)):
         parts.append(blocks.logprob_backward(head.rows(rows), *(x[rows] for x in slopes), *where, known))
     dhidden, dbias = torch.cat([part[0] for part in parts]), parts[0][2] + parts[1][2]
-    dweight = total.to(head.hidden.dtype) if needs[1] and total is not None else parts[0][1]
+    dweight = total.to(head.hidden.dtype) if needs[1] else parts[0][1]  # type: ignore[union-attr]
     return dhidden, dweight, dbias
 
 
@@ -132,20 +134,9 @@ def _(dlogprob, dentropy, *arguments):  # type: ignore[no-untyped-def]
     return empty_gradients(head, needs)
 
 
-def _keep(ctx: Any, inputs: tuple, output: tuple) -> None:
-    ctx.mark_non_differentiable(*output[2:])
-    ctx.save_for_backward(*output[2:], *(x if isinstance(x, Tensor) else None for x in inputs))
-    ctx.others = [None if isinstance(x, Tensor) else x for x in inputs]
+def _backward(*given: Any) -> tuple[Tensor, Tensor, Tensor]:
+    *rest, _, needs = given  # without `stores`
+    return linear_logprob_backward(*rest, needs)
 
 
-def _differentiate(ctx: Any, dlogprob: Tensor, dentropy: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
-    check_differentiated_once()
-    saved = ctx.saved_tensors  # once: activation checkpoints make it anew at each access, and refuse the second
-    stored, tensors = saved[:2], saved[2:]
-    *inputs, _ = [other if x is None else x for x, other in zip(tensors, ctx.others, strict=True)]
-    needs = list(ctx.needs_input_grad[:3])
-    grads = linear_logprob_backward(dlogprob, dentropy, *stored, *inputs, needs)
-    return *(g if need else None for g, need in zip(grads, needs, strict=True)), *(None,) * (len(tensors) - 3)
-
-
-linear_logprob.register_autograd(_differentiate, setup_context=_keep)
+linear_logprob.register_autograd(partial(differentiate, _backward), setup_context=keep_for_backward)

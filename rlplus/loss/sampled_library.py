@@ -3,6 +3,7 @@
 The forward pass returns the elements that the backward pass adds up, so their number is known when it has run.
 """
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,13 +13,14 @@ from rlplus.loss.backends import sampled
 from rlplus.loss.backends.pair_sums import PairGradients
 from rlplus.loss.faults import advising
 from rlplus.loss.head import Head
-from rlplus.loss.inputs import check_differentiated_once
 from rlplus.loss.library import (
     check_logprob_rows,
     check_targets,
+    differentiate,
     drawer_of,
     empty_gradients,
     in_one_dtype,
+    keep_for_backward,
     shards_of,
     telling,
 )
@@ -79,20 +81,4 @@ def _(dlogprob, dentropy, *arguments):  # type: ignore[no-untyped-def]
     return empty_gradients(head, needs)
 
 
-def _keep_elements(ctx: Any, inputs: tuple, output: tuple) -> None:
-    ctx.mark_non_differentiable(*output[2:])
-    ctx.save_for_backward(*output[2:], *(x if isinstance(x, Tensor) else None for x in inputs))
-    ctx.others = [None if isinstance(x, Tensor) else x for x in inputs]
-
-
-def _use_elements(ctx: Any, dlogprob: Tensor, dentropy: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
-    check_differentiated_once()
-    saved = ctx.saved_tensors  # once: activation checkpoints make it anew at each access, and refuse the second
-    elements, tensors = saved[:4], saved[4:]
-    inputs = [other if x is None else x for x, other in zip(tensors, ctx.others, strict=True)]
-    needs = list(ctx.needs_input_grad[:3])
-    grads = sampled_logprob_backward(dlogprob, dentropy, *elements, *inputs, needs)
-    return *(g if need else None for g, need in zip(grads, needs, strict=True)), *(None,) * (len(inputs) - 3)
-
-
-sampled_logprob.register_autograd(_use_elements, setup_context=_keep_elements)
+sampled_logprob.register_autograd(partial(differentiate, sampled_logprob_backward), setup_context=keep_for_backward)
