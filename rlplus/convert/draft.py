@@ -45,9 +45,7 @@ class Script:
 class Draft:
     """values, comments: the configuration's. lost, missing: lines about what is not converted, or must be filled in."""
 
-    def __init__(
-        self, trainer: str, script: Script, defaults: Mapping[str, Any], nothing: Mapping[str, Any]
-    ) -> None:
+    def __init__(self, trainer: str, script: Script, defaults: Mapping[str, Any], nothing: Mapping[str, Any]) -> None:
         """nothing: the values that None stands for; elsewhere it is unread, unless it is the default."""
         self.trainer = trainer
         self.script = script
@@ -171,7 +169,7 @@ class Draft:
             elif name not in self._listed:
                 known = ending(name, reasons)
                 self.lose(name, reasons[known] if known else unknown)
-        for name, line in self.script.unread.items():
+        for name in self.script.unread:
             known = ending(name, reasons)
             if name in self._asked - self._listed:
                 self.missing.append(f"{name}: {self._place(name)}; {self.trainer}'s default is taken")

@@ -10,9 +10,10 @@ from rlplus.convert.expressions import Unknown, calculate, number
 READ = ("GRPOConfig", "GRPOTrainer", "LoraConfig", "load_dataset")
 SHOWING = ("print", "len", "repr", "str")
 BINDING = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.ExceptHandler, ast.MatchAs, ast.MatchStar)
-NAMING = {"setattr", "delattr", "__setattr__", "__delattr__"}  # set what a text names
-ANYTHING = {"exec", "eval", "globals", "locals", "vars", "builtins", "__import__", "__builtins__"}  # may set any name
-ANYTHING_OF = {"__dict__", "__globals__", "f_globals", "f_locals"}  # attributes that may
+NAMING = {"setattr": -2, "__setattr__": -2, "delattr": -1, "__delattr__": -1}  # the argument that names what they set
+ANYTHING = {"exec", "eval", "globals", "locals", "vars", "builtins", "__builtins__"}  # may set any name
+IMPORTING = {"__import__", "import_module"}  # and so may what they import
+ANYTHING_OF = {"__dict__", "__globals__", "f_globals", "f_locals", *IMPORTING}  # attributes that may
 STEPS = 10_000  # the most nodes of a value: names of names double them without end
 DEPTH = 100
 TABLES = 200  # the most dictionaries of a file, which may contain each other
@@ -50,7 +51,7 @@ class Names:
             plain = isinstance(parent, ast.Assign | ast.AnnAssign) and parent.value is not None
             if isinstance(node.ctx, ast.Load):
                 self._loads[node.id].append(node)
-                self._look(node, node.id, ANYTHING)
+                self._look(node, node.id, ANYTHING | IMPORTING)
             else:
                 self._bound[node.id].append(parent.value if plain else node)  # type: ignore[attr-defined]
         elif isinstance(node, ast.Attribute):
@@ -64,7 +65,7 @@ class Names:
         elif isinstance(node, ast.ImportFrom | ast.Import):
             for alias in node.names:
                 self._bound[alias.asname or alias.name.partition(".")[0]].append(node)
-                if alias.name in ANYTHING:
+                if alias.name in ANYTHING | IMPORTING:
                     self._store("", node)
                 if alias.name == "*":
                     once = isinstance(self.parents[node], ast.Module)
@@ -83,9 +84,10 @@ class Names:
         """Take what a use of one of Python's own names may set for set."""
         call = self.parents[node]
         if name in NAMING:
-            named: Any = call.args[1:2] if isinstance(call, ast.Call) and call.func is node else []
-            constant = isinstance(named[0], ast.Constant) if named else False
-            self._store(str(named[0].value) if constant else "", node)
+            arguments = call.args if isinstance(call, ast.Call) and call.func is node else []
+            plain = len(arguments) >= -NAMING[name] and not any(isinstance(part, ast.Starred) for part in arguments)
+            named = arguments[NAMING[name]] if plain else node
+            self._store(str(named.value) if isinstance(named, ast.Constant) else "", node)
         elif name in anything:
             self._store("", node)
 
@@ -132,9 +134,9 @@ class Names:
             return True
         if not isinstance(parent, ast.Dict) and not self.is_read_by(node, "dict"):
             return False
-        while isinstance(parent, ast.Dict | ast.keyword) or called(parent) == "dict":  # which share what is inside
+        while isinstance(parent, ast.Dict | ast.keyword) or self.calls(parent, "dict"):  # which share what is inside
             node, parent = parent, self.parents[parent]  # type: ignore[assignment]
-        if any(self.is_read_by(node, name) for name in READ) or called(parent) in READ:
+        if any(self.is_read_by(node, name) or self.calls(parent, name) for name in READ):
             return True
         try:
             return self._is_alone(node) and bool(self.container(parent.targets[0].id))  # type: ignore[attr-defined]
@@ -157,18 +159,25 @@ class Names:
                 return False
         return True
 
+    def calls(self, call: ast.AST, name: str) -> bool:
+        """Whether a node is a call of an imported function of that name, or of the builtin one."""
+        if called(call) != name:
+            return False
+        bound = self._bound.get(name, [])
+        if name in READ:
+            return all(isinstance(node, ast.ImportFrom | ast.Import) for node in bound)
+        return not bound and isinstance(getattr(call, "func", None), ast.Name)
+
     def is_read_by(self, node: ast.AST, name: str) -> bool:
         """Whether a node is an argument of a call of that name."""
         parent = self.parents[node]
         call = self.parents.get(parent) if isinstance(parent, ast.keyword) else parent
-        return isinstance(call, ast.Call) and call.func is not node and called(call) == name
+        return isinstance(call, ast.Call) and call.func is not node and self.calls(call, name)
 
     def uses(self, call: ast.Call) -> list[ast.expr] | None:
         """The uses of what a call makes; None where it may be used elsewhere, too."""
         parent = self.parents[call]
-        kind = called(call)
-        imported = all(isinstance(node, ast.ImportFrom | ast.Import) for node in self._bound.get(kind, ()))
-        if not imported or self.stored.keys() & {"", "args"}:
+        if not self.calls(call, called(call)) or self.stored.keys() & {"", "args"}:
             return None
         if isinstance(parent, ast.Expr) or self.is_read_by(call, "GRPOTrainer"):
             return self._loads[".args"]
@@ -190,7 +199,7 @@ class Names:
             node = self._followed(node)
         except Unknown:
             return None
-        if isinstance(node, ast.Dict) or (isinstance(node, ast.Call) and called(node) == "dict" and not node.args):
+        if isinstance(node, ast.Dict) or (isinstance(node, ast.Call) and self.calls(node, "dict") and not node.args):
             self._tables -= 1
             return node if self._tables > 0 else None
         return None

@@ -39,7 +39,12 @@ CHANGED = [
     "def GRPOConfig(beta):\n    return SimpleNamespace(beta=5)\nc = GRPOConfig(beta=1)\nEND = c.beta",
     "t = GRPOTrainer(args=GRPOConfig(beta=1))\nt.args.change()", "GRPOTrainer(args=GRPOConfig(beta=1)).args.beta = 5",
     f"{MADE}class D:\n    d = c\nD.d.change()", f"{MADE}d = {{**{{'c': c}}}}\nd['c'].change()",
-    f"{MADE}import copy\nc = copy.copy(c)\nc.change()",
+    f"{MADE}import copy\nc = copy.copy(c)\nc.change()", f"{MADE}c.__setattr__('beta', 5)",
+    f"{MADE}setattr(*[c, 'beta'], 5)",
+    f"{MADE}def print(c):\n    c.change()\nprint(c)", f"{MADE}class C:\n    print = Config.change\nC.print(c)",
+    f"{MADE}def GRPOTrainer(args):\n    args.change()\nGRPOTrainer(args=c)",
+    f"{MADE}import importlib\nimportlib.import_module('builtins').exec('c.beta = 5')",
+    f"{MADE}__import__('builtins').exec('c.beta = 5')",
 ]  # fmt: skip
 # Lines around K = [1], D = {'x': 1, 'y': [1]} and X = 1, after which one of them is another.
 SET = [
@@ -53,6 +58,10 @@ SET = [
     "f = K.append\nf(5)", "list.append(K, 5)", "X = 5", "X += 4", "def f():\n    globals()['X'] = 5\nf()", "[X := 5]",
     "import math as X\nX = 5", "for X in [5]:\n    pass", "max([K, [0]]).append(5)", "(K or D).append(5)",
     "with memoryview(b'') as X:\n    pass\nX = 5", "D['y'].append(5)", "D.update(x=5)", "K.append(5)", "K *= 5",
+    "sys.modules[__name__].__setattr__('X', 5)", "import importlib\nimportlib.import_module('builtins').exec('X = 5')",
+    "from importlib import import_module as f\nf('builtins').exec('X = 5')",
+    "def len(E):\n    E.append(5)\nlen(K)", "def dict(**E):\n    E['y'].append(5)\ndict(**D)",
+    "repr = list.clear\nrepr(K)",
 ]  # fmt: skip
 
 
@@ -83,7 +92,7 @@ def ends(text: str, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
             setattr(sys.modules[name], member, value)
     module = ModuleType("script")
     monkeypatch.setitem(sys.modules, "script", module)
-    module.__dict__.update(SimpleNamespace=SimpleNamespace, FLAG=True)
+    module.__dict__.update(SimpleNamespace=SimpleNamespace, Config=Config, FLAG=True)
     exec(compile(text, "script", "exec"), module.__dict__)
     fields = vars(made[0] if made else module.c)
     return {f"{name}.{key}" if key else name: inner
