@@ -98,7 +98,7 @@ def shards_of(head: Head, backend: str, scratch_bytes: float, *rest: Any) -> Any
 
 
 def drawer_of(backend: str, shards: Any, head: Head) -> tuple[sampled.Drawer, Head]:
-    """What draws for a sampled backward pass, and the head of this rank's rows."""
+    """The part of a backend that draws for a sampled backward pass, and the head of this rank's rows."""
     if shards is None:
         return implementation(DRAWS[backend]), head
     draws = import_module(".backends.sharded_draws", __package__)
