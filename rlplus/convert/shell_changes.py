@@ -1,10 +1,11 @@
 """Variables that a command of a shell script sets: by a plain assignment, or else perhaps each one that it names."""
 
 import re
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
-from rlplus.convert.shell_words import Command, Word
+from rlplus.convert.shell_words import Command, Part, Word
 
 NAME = r"[A-Za-z_]\w*"
 ASSIGNED = re.compile(rf"({NAME})(\+?=)", re.A)
@@ -25,6 +26,9 @@ DEFAULTED = re.compile(rf"\$\{{({NAME})(?:\[[^]]*\])?:?=", re.A)
 COUNTED = re.compile(
     rf"(?:\+\+|--)\s*({NAME})|(?<![\w$.])({NAME})(?:\[[^]]*\])?\s*(?:\+\+|--|[-+*/%|&^<>]*=(?!=))", re.A
 )
+DEFAULT = re.compile(rf'"?\$\{{({NAME})(:?)=([\w./:-]*)\}}"?', re.A)
+POSIX = re.compile(r"^[^#\n]*\b(?:set|shopt)\b[^\n#]*\bposix\b|\bPOSIXLY_CORRECT\b", re.M)
+TYPED = re.compile(r"\blet\b[^\n]*|\b(?:declare|typeset|local|export|readonly)\b[^\n]*\s-[a-zA-Z]*i[^\n]*")
 INDEX = re.compile(rf"(?:\$\[|\[\[|\w\[|\$\{{{NAME}:(?![-=?+]))[^\n]*", re.A)  # arithmetic, to the end of its line
 
 
@@ -38,9 +42,38 @@ class Change(NamedTuple):
 
 
 def counted(text: str) -> Iterator[str]:
-    """Variables that expansions and arithmetic set, wherever they are."""
+    """Variables that expansions and arithmetic set, wherever they are, each time; "" where bash reads all otherwise."""
+    yield from ("" for _ in POSIX.finditer(text))
     yield from (found[1] for found in DEFAULTED.finditer(text))
-    regions = [found[0] for found in INDEX.finditer(text)]
+    for region in [*(found[0] for found in INDEX.finditer(text)), *_parenthesized(text)]:
+        yield from _set_in(region)
+
+
+def evaluated(text: str, commands: Iterable[Command]) -> Iterator[str]:
+    """Variables that are set by texts of variables which arithmetic names, and which it takes for arithmetic, too."""
+    texts: dict[str, list[str]] = defaultdict(list)
+    for command in commands:
+        for change in (change for group in changes(command) for change in group):
+            words = [change.word.raw.partition("=")[2]] if change.word else [word.raw for word in command.words[1:]]
+            texts[change.name] += [re.sub(r"[\\'\"]", "", word) for word in words]
+    indices = (found[0] for found in INDEX.finditer(text))
+    regions = [index.partition("]]" if index.startswith("[[") else "]")[0] for index in indices]
+    regions += [*_parenthesized(text), *TYPED.findall(text)]
+    seen: set[str] = set()
+    while regions:
+        for name in {*re.findall(NAME, regions.pop(), re.A)} - seen:
+            seen.add(name)
+            regions += texts[name]
+            yield from (other for inner in texts[name] for other in _set_in(inner))
+
+
+def _set_in(arithmetic: str) -> Iterator[str]:
+    yield from (found[1] or found[2] for found in COUNTED.finditer(arithmetic))
+
+
+def _parenthesized(text: str) -> list[str]:
+    """The insides of `((`."""
+    regions = []
     at = 0
     while (start := text.find("((", at)) >= 0:
         depth, at = 2, start + 2
@@ -48,8 +81,7 @@ def counted(text: str) -> Iterator[str]:
             depth += (text[at] == "(") - (text[at] == ")")
             at += 1
         regions.append(text[start:at])
-    for region in regions:
-        yield from (found[1] or found[2] for found in COUNTED.finditer(region))
+    return regions
 
 
 def changes(command: Command) -> list[list[Change]]:
@@ -65,9 +97,13 @@ def changes(command: Command) -> list[list[Change]]:
     name, whole = _literal(words[0]) if words else (":", True)
     rest = words[1:]
     options = [word.raw for word in rest if word.raw[0] in "-+"]
+    if command.words[0].raw == ":":
+        return [*groups, *([_defaulted(found, word)] for word in rest if (found := DEFAULT.fullmatch(word.raw)))]
     if (words and words[0].raw.startswith("((")) or name in HARMLESS:
         return groups
-    if name in ("printf", "wait") and rest and _literal(rest[0])[0][:1] not in ("", "-"):
+    if name == "printf" and rest and _literal(rest[0])[0][:1] not in ("", "-"):
+        return groups
+    if name == "wait" and not any(re.match("-.*p", _literal(word)[0]) for word in rest):
         return groups
     namerefs = name in DECLARING and any("n" in option for option in options)
     if not whole or name in RUNNING or namerefs:
@@ -93,6 +129,14 @@ def _assignment(word: Word) -> Change:
     if (found := ASSIGNED.match(word.raw)) and not indexed:
         return Change(found[1], found[2], word)
     return Change(re.match(NAME, word.raw, re.A)[0])  # type: ignore[index]
+
+
+def _defaulted(found: re.Match[str], word: Word) -> Change:
+    """The assignment `X=${X:-value}` in place of `: ${X:=value}`."""
+    name, colon, value = found.groups()
+    return Change(
+        name, "=", Word((Part(f"{name}="), Part(f"{name}{colon}-{value}", "name", True)), word.line, word.raw)
+    )
 
 
 def _literal(word: Word) -> tuple[str, bool]:

@@ -6,6 +6,7 @@ may set it makes it unknown.
 
 import ast
 import re
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 from rlplus.common.yaml_text import parse_yaml
 from rlplus.convert.draft import Script
 from rlplus.convert.expressions import Unknown, calculate, number
-from rlplus.convert.shell_changes import ASSIGNED, DECLARING, HARMLESS, NAME, Change, changes, counted
+from rlplus.convert.shell_changes import ASSIGNED, DECLARING, HARMLESS, NAME, Change, changes, counted, evaluated
 from rlplus.convert.shell_words import Command, Part, Scanner, Word
 from rlplus.convert.verl_overrides import OPTIONS
 
@@ -79,7 +80,10 @@ class _Variables:
 
     def __init__(self, text: str, before: list[Command], behind: list[Command]) -> None:
         self._values: dict[str, str | list[Field]] = {"HOME": "~"}
-        self._unsure: dict[str, list[Word | None]] = {name: [None] for name in counted(text)}  # "" is any variable
+        defaulted = [change.name for command in before + behind if command.words[0].raw == ":"
+                     for group in changes(command) for change in group]  # fmt: skip
+        names = {*(Counter(counted(text)) - Counter(defaulted)), *evaluated(text, before + behind)}
+        self._unsure: dict[str, list[Word | None]] = {name: [None] for name in names}  # "" is any variable
         self._added: set[str] = set()  # arrays to which unsure commands only add
         self._fixed: set[str] = set()
         self._open: set[str] = set()

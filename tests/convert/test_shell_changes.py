@@ -39,6 +39,10 @@ CHANGES = [
     "'read' X <<< 7", "Y=read\n$Y X <<< 7", "shopt -s lastpipe\necho 7 | read X", "echo 7 | (read X)",
     "X=2 && true || X=3", "true || X=3", "! X=4", "time X=4", "alias f='X=3'\nshopt -s expand_aliases\nf",
     "case 1 in 1) X=3 ;; esac", "function f() { X=3; }\nf", "f() ( X=3 )\nf", "f() if true; then X=3; fi\nf",
+    "E='X=7'\n(( E )) || :", "E='X=7'\nlet Y=E", "E='X=7'\nY=$((E+0))", "E='X=7'\nF=E\nY=$((F+0))",
+    "E='X=7'\ndeclare -i Q\nQ=E", "E='X++'\n[[ $E -eq 1 ]]", "E='X=7'\nY=${A[E]}", "E='X=7'\nY=$(( $E ))",
+    "for E in 'X=7'; do Y=$((E)); done", "set -o posix\nX=3 export Y", "set -euo posix\nX=3 :",
+    "POSIXLY_CORRECT=1\nX=3 :", 'wait -p X', ': "${X:=3}" ${Y:=4}\nX=$Y', ": ${Y:=4} ${Y:=5}\nX=$Y",
     "{ X=3; }", "( X=3 )", "X=3 &", "X=\\\n5", "X='5'\"6\"7", "X=5 # X=6",
 ]  # fmt: skip
 
@@ -65,10 +69,33 @@ def test_another_way_to_set_a_variable_makes_it_unknown(change: str, tmp_path: P
 
 
 @pytest.mark.parametrize(
-    "change", ["", "echo X=2", "[ $X = 2 ]", "[[ $X = 2 ]]", "X=5 true", "mkdir X", "export X", "set -x"]
+    "change",
+    [
+        "",
+        "echo X=2",
+        "[ $X = 2 ]",
+        "[[ $X = 2 ]]",
+        "X=5 true",
+        "mkdir X",
+        "export X",
+        "set -x",
+        ": & P=$!\nwait $P",
+        "wait",
+        "wait -n",
+        "Z='X=7'",
+        "Z='X=7'\nW=$((X + 2))",
+        ': "${Y:=3}"',
+        ": ${Y=3}",
+        ': "${X:=5}" ${Y:=3}',
+    ],
 )
 def test_what_sets_no_variable_leaves_it_known(change: str, tmp_path: Path) -> None:
     assert check(f"X=1\n{change}\n{VERL} a.b=$X a.c=$((X + 1)) a.d=${{Y:-3}}", tmp_path) == 3
+
+
+def test_a_default_that_is_assigned_is_a_value(tmp_path: Path) -> None:
+    text = ': "${X:=4}"\n: ${Y=5} "${Z:=a/b.c}"\n'
+    assert check(f"{text}{VERL} a.b=$X a.c=$((Y + 1)) a.d=$Z a.e=${{X:-7}}", tmp_path) == 4
 
 
 SUMS = [
