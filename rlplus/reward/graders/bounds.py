@@ -8,8 +8,10 @@ from math import comb, inf, log10
 from typing import Any, NamedTuple
 
 LONGEST, DEEPEST, DIGITS_IN_A_ROW = 5000, 40, 1000  # characters of an expression, its brackets, a number's digits
-DIGITS, TERMS = 10_000, 1000  # a result's
+COMMAS, BARS, POWERS = 200, 12, 10  # commas, bars of absolute values, powers within each other
+DIGITS, TERMS = 10_000, 250  # a result's
 _LETTER = 0.5  # digits of a value without a size, as the base of a power: x, pi, e
+_BAR = re.compile(r"\||\\[lr]?vert\b")
 _SIGNS = re.compile(rf"(?:[-+]\s*){{{DEEPEST + 1}}}")
 _HIGHEST = 300.0  # logarithms above this are numbers that no computer counts to
 
@@ -26,9 +28,7 @@ class _TooLarge(ValueError):
 
 
 def too_large(value: Any) -> str | None:
-    """The reason for which a value, or an expression as text, is not computed; None if it may be."""
-    if isinstance(value, str):
-        return _unreadable(value)
+    """The reason for which a value is not computed; None if it may be."""
     try:
         _size(value)
     except _TooLarge as error:
@@ -38,18 +38,36 @@ def too_large(value: Any) -> str | None:
     return None
 
 
-def _unreadable(text: str) -> str | None:
+def too_long(text: str) -> str | None:
+    """The reason for which an expression is not parsed; None if it may be."""
     if len(text) > LONGEST:
         return f"want an expression of at most {LONGEST:,} characters; got {len(text):,}"
     if (digits := max(map(len, re.findall(r"\d+", text)), default=0)) > DIGITS_IN_A_ROW:
         return f"want numbers written with at most {DIGITS_IN_A_ROW:,} digits; got {digits:,}"
     if _SIGNS.search(text):
         return f"want at most {DEEPEST} signs in a row"
-    depth = deepest = 0
+    for most, got, what in (
+        (COMMAS, text.count(","), "commas"),
+        (BARS, len(_BAR.findall(text)), "bars of absolute values"),
+        (DEEPEST, _deepest(text), "brackets around an expression"),
+        (POWERS, _deepest(text, powers=True), "powers within each other"),
+    ):
+        if got > most:
+            return f"want at most {most} {what}; got {got:,}"
+    return None
+
+
+def _deepest(text: str, *, powers: bool = False) -> int:
+    """The largest number of brackets around a place; powers: of those that are exponents."""
+    opened, deepest, before = list[int](), 0, ""
     for sign in text:
-        depth += (sign in "{([") - (sign in "})]")
-        deepest = max(deepest, depth)
-    return f"want at most {DEEPEST} brackets around an expression; got {deepest}" if deepest > DEEPEST else None
+        if sign in "{([":
+            opened.append((opened[-1] if opened else 0) + (before == "^" or not powers))
+            deepest = max(deepest, opened[-1])
+        elif sign in "})]" and opened:
+            opened.pop()
+        before = before if sign == " " else sign
+    return deepest
 
 
 def _size(node: Any) -> _Size:
@@ -87,7 +105,11 @@ def _size_of(node: Any, parts: list[_Size]) -> _Size:
     if name == "binomial":
         above, below = (_count(part.digits) for part in parts)
         return _Size(min(above * log10(2), below * max(parts[0].digits, _LETTER)), 0)
+    if name in ("Integral", "Limit", "Derivative"):  # dy/dx, too: of two letters it is 0
+        raise _TooLarge("want an expression without integrals, limits and derivatives to compute")
     if name in ("Sum", "Product"):  # a body, and (variable, from, to) for each variable
+        if not all(end.is_number and end.is_finite for limits in node.args[1:] for end in limits.args[1:]):
+            raise _TooLarge("want sums and products from a number to a number")
         steps = digits - parts[0].digits
         return _Size(_count(steps) * (parts[0].digits + steps + _LETTER), 1)
     return _Size(digits, 1)

@@ -16,7 +16,7 @@ from functools import cache, lru_cache, partial
 from typing import Any
 
 from .base import NO_BOX, Grade, Grader, boxes, last_box
-from .bounds import too_large
+from .bounds import too_large, too_long
 from .unicode_latex import as_latex
 from .words import is_prose, letters_of, reordered, same_words, stands_for_none, word_of
 
@@ -55,7 +55,7 @@ def load_math_verify() -> Any:
 
     class BoundedConverter(latex2sympy2._Latex2Sympy):
         def parse(self, latex: str) -> Any:
-            _refuse(too_large(latex))
+            _refuse(too_long(latex))
             return super().parse(latex)
 
         def convert_postfix_list(self, arr: Any, i: int = 0) -> Any:
@@ -216,8 +216,8 @@ def same_value(gold: Sequence[Any], found: Sequence[Any]) -> Grade:
 
     What is too large to compute is right where it is written in the same way.
     """
-    reason = too_large(found[0])
-    if reason or too_large(gold[0]):
+    reason, other = (too_long(v) if isinstance(v, str) else too_large(v) for v in (found[0], gold[0]))
+    if reason or other:
         right = bool(gold[0] == found[0])
         return float(right), "unparsed" if reason and not right else "ok", "" if right else reason or ""
     equal = load_math_verify().verify(list(gold), list(found), timeout_seconds=None)

@@ -14,7 +14,7 @@ from math import isnan
 from typing import Any
 
 from .base import NO_BOX, Grade, last_box
-from .bounds import too_large
+from .bounds import too_large, too_long
 from .math import load_math_verify, same_value
 from .unicode_latex import as_latex
 from .words import letters_of, reordered, same_words, stands_for_none, word_of
@@ -144,7 +144,7 @@ def _sympy_equal(given: str, gold: str) -> bool:
 
     difference = f"({gold})-({given})"
     letters = {c for c in difference.replace("sqrt", "").replace("frac", "") if c.isalpha()}
-    if len(letters) > _MOST_LETTERS or _HARD.search(difference) or too_large(difference):
+    if len(letters) > _MOST_LETTERS or _HARD.search(difference) or too_long(difference):
         return False
     rules = (*standard_transformations, implicit_multiplication_application)
     try:
