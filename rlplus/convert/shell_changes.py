@@ -27,6 +27,7 @@ COUNTED = re.compile(
     rf"(?:\+\+|--)\s*({NAME})|(?<![\w$.])({NAME})(?:\[[^]]*\])?\s*(?:\+\+|--|[-+*/%|&^<>]*=(?!=))", re.A
 )
 DEFAULT = re.compile(rf'"?\$\{{({NAME})(:?)=([\w./:-]*)\}}"?', re.A)
+NAMELESS = re.compile(r"\$\{?\w+\}?\s*(?:\+\+|--|[-+*/%|&^<>]*=(?!=))")
 POSIX = re.compile(r"^[^#\n]*\b(?:set|shopt)\b[^\n#]*\bposix\b|\bPOSIXLY_CORRECT\b", re.M)
 TYPED = re.compile(r"\blet\b[^\n]*|\b(?:declare|typeset|local|export|readonly)\b[^\n]*\s-[a-zA-Z]*i[^\n]*")
 INDEX = re.compile(rf"(?:\$\[|\[\[|\w\[|\$\{{{NAME}:(?![-=?+]))[^\n]*", re.A)  # arithmetic, to the end of its line
@@ -64,7 +65,9 @@ def evaluated(text: str, commands: Iterable[Command]) -> Iterator[str]:
         for name in {*re.findall(NAME, regions.pop(), re.A)} - seen:
             seen.add(name)
             regions += texts[name]
-            yield from (other for inner in texts[name] for other in _set_in(inner))
+            for inner in texts[name]:
+                yield from _set_in(inner)
+                yield from ("" for _ in NAMELESS.finditer(inner))
 
 
 def _set_in(arithmetic: str) -> Iterator[str]:

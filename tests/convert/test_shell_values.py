@@ -49,7 +49,7 @@ SCRIPTS: dict[str, tuple[str, dict[str, Any], set[str]]] = {
     "source": (f"X=1\nA=(a.b=1)\nsource other.sh\n{VERL} a.c=$X \"${{A[@]}}\"", {}, {"a.b", "a.c"}),
     "home": (f"source other.sh\n{VERL} a.b=$HOME/x", {"a.b": "~/x"}, set()),
     "eval": (f'X=1\neval "X=2"\n{VERL} a.b=$X', {}, {"a.b"}),
-    "assigned by default": (f'X=\n: "${{X:=3}}"\n{VERL} a.b=$X', {}, {"a.b"}),
+    "assigned by default": (f'X=\n: "${{X:=3}}"\n{VERL} a.b=$X', {"a.b": 3}, set()),
     "declare": (
         f"declare -i X=2+3\nexport Y=4 Z\nreadonly V=6\n{VERL} a.b=$X a.c=$Y a.d=$V",
         {"a.c": 4, "a.d": 6}, {"a.b"},
