@@ -1,6 +1,7 @@
 """Answers that count as the same: the table of docs/data.md, and kinds of which it has one example each."""
 
 import re
+from fractions import Fraction
 from pathlib import Path
 
 import hypothesis.strategies as st
@@ -76,6 +77,12 @@ SAME = [  # as models write it, and in LaTeX
     ("5\u200b", "5"),
     ("1.6e-19", r"1.6 \times 10^{-19}"),
     ("3E8", r"3 \times 10^{8}"),
+    (r"1\,000", "1000"),
+    (r"-12\;345\ 678", "-12345678"),
+    (r"0.\overline{3}", r"\frac{1}{3}"),
+    (r"-2.1\bar{6}", r"-\frac{13}{6}"),
+    (r"0.\overline{142857}", r"\frac{1}{7}"),
+    (r"0.\overline{9}", "1"),
 ]
 
 
@@ -92,8 +99,26 @@ def test_characters_that_stand_for_latex_are_read_on_both_sides(name: str, writt
 
 @given(st.text(st.characters(max_codepoint=127)))
 def test_ascii_text_is_left_alone(text: str) -> None:
-    """But for numbers in scientific notation."""
-    assume(not re.search(r"\d[eE][-+]?\d", text))
+    """But for numbers in scientific notation, with spaces between thousands, or with a bar."""
+    assume(not re.search(r"\d[eE][-+]?\d|\d\\[,;: ]\d|\\overline|\\bar", text))
+    assert as_latex(text) == text
+
+
+@given(st.integers(0, 99), st.integers(0, 3), st.integers(1, 6), st.data())
+def test_a_repeating_decimal_is_the_limit_of_its_digits(
+    whole: int, fixed: int, period: int, data: st.DataObject
+) -> None:
+    once, again = (data.draw(st.text("0123456789", min_size=n, max_size=n)) for n in (fixed, period))
+    found = re.fullmatch(r"(\d+)|\\frac\{(\d+)\}\{(\d+)\}", as_latex(rf"{whole}.{once}\overline{{{again}}}"))
+    assert found is not None
+    value = Fraction(int(found[1])) if found[1] else Fraction(int(found[2]), int(found[3]))
+    assert abs(value - Fraction(f"{whole}.{once}{again * 10}")) <= Fraction(1, 10 ** (fixed + 10 * period))
+
+
+@pytest.mark.parametrize(
+    "text", [r"1\,00", r"1\,0000", r"1234\,567", r"0.123\,456", r"1, 000", r"\overline{AB}", r"x_{1}\,y"]
+)
+def test_other_digits_stay_apart(text: str) -> None:
     assert as_latex(text) == text
 
 

@@ -2,6 +2,7 @@ r"""LaTeX in the place of the Unicode characters that models write for it: 90°,
 
 import re
 import unicodedata
+from fractions import Fraction
 
 _SIGNS = {
     "−": "-", "‐": "-", "‑": "-", "‒": "-", "–": "-", "﹣": "-", "∗": "*", "∕": "/", "⁄": "/",
@@ -26,10 +27,16 @@ _UNDER = re.compile(r"\d+(?:\.\d+)?|[A-Za-z]|\\[A-Za-z]+")  # a number, letter o
 _BRACKETS = re.compile("[(){}]")
 # 1.6e-19, which Math-Verify reads as 1.6 e - 19
 _SCIENTIFIC = re.compile(r"(?<![\w.\\])(\d+(?:\.\d+)?)[eE]([-+]?\d+)(?![\w.])")
+# 1\,000, which Math-Verify reads as two numbers
+_THOUSANDS = re.compile(r"(?<![\d.])\d{1,3}(?:\\[,;: ]\d{3})+(?!\d)")
+_REPEATING = re.compile(r"(?<![\d.])(\d{1,20})\.(\d{0,20})\\(?:overline|bar) *\{(\d{1,20})\}(?!\d)")
 
 
 def as_latex(text: str) -> str:
-    """The text with LaTeX for such characters, and numbers like 1.6e-19 as products; any other ASCII text unchanged."""
+    """The text with LaTeX for such characters, and numbers that Math-Verify misreads in another form.
+
+    1.6e-19 becomes a product, 1\\,000 the number without spaces, 0.\\overline{3} a fraction. Other ASCII is unchanged.
+    """
     if not text.isascii():
         text = re.sub(rf"(?<=\d){_SPACE}(?=\d{{3}}(?!\d))", "", text)  # between thousands
         text = re.sub(_SPACE, " ", text)
@@ -38,7 +45,15 @@ def as_latex(text: str) -> str:
         text = re.sub(_FRACTIONS, _fraction, text)
         text = text.translate(_SINGLE)
         text = _with_roots(text)
+    text = _THOUSANDS.sub(lambda found: re.sub(r"\\.", "", found[0]), text)
+    text = _REPEATING.sub(_repeating, text)
     return _SCIENTIFIC.sub(r"\1 \\times 10^{\2}", text)
+
+
+def _repeating(found: re.Match[str]) -> str:
+    whole, once, again = found.groups()
+    value = Fraction(int(whole + once + again) - int(whole + once), 10 ** len(once) * (10 ** len(again) - 1))
+    return str(value) if value.denominator == 1 else rf"\frac{{{value.numerator}}}{{{value.denominator}}}"
 
 
 def _fraction(found: re.Match[str]) -> str:
