@@ -77,7 +77,6 @@ def test_the_bound_is_said() -> None:
         ("x^{" * 38 + "2" + "}" * 38, "want at most 10 powers within each other; got 38"),
         (r"\int_0^1 e^{x^2}\sin(x^{3}) dx", "want an expression without integrals, limits and derivatives to compute"),
         (r"\lim_{x\to 0} \frac{\sin x}{x}", "want an expression without integrals, limits and derivatives to compute"),
-        (r"\frac{dy}{dx} = 2x", "want an expression without integrals, limits and derivatives to compute"),
         (r"\frac{d}{dx} x^x", "want an expression without integrals, limits and derivatives to compute"),
         (r"\sum_{n=1}^{\infty} \frac{1}{n^2}", "want sums and products from a number to a number"),
         (r"\sum_{n=1}^{N} n", "want sums and products from a number to a number"),
@@ -103,6 +102,8 @@ def test_the_bound_is_said() -> None:
         ("|x-1|+|x-2|+|x-3|", "|x-3|+|x-2|+|x-1|", "|x-1|"),
         ("2^{2^{3}}", "256", "255"),
         (r"\sum_{n=1}^{10} n", "55", "54"),
+        (r"m \frac{d v}{d t} + b v = f", r"b v + m \frac{dv}{dt} = f", "b v = f"),
+        (r"\frac{dy}{dx} = 2x", r"\frac{dy}{dx} = x \cdot 2", r"\frac{dy}{dx} = 3x"),
         (",".join(map(str, range(200))), ",".join(map(str, range(200))), "0,1"),
     ],
 )

@@ -105,7 +105,7 @@ def _size_of(node: Any, parts: list[_Size]) -> _Size:
     if name == "binomial":
         above, below = (_count(part.digits) for part in parts)
         return _Size(min(above * log10(2), below * max(parts[0].digits, _LETTER)), 0)
-    if name in ("Integral", "Limit", "Derivative"):  # dy/dx, too: of two letters it is 0
+    if name in ("Integral", "Limit", "Derivative"):
         raise _TooLarge("want an expression without integrals, limits and derivatives to compute")
     if name in ("Sum", "Product"):  # a body, and (variable, from, to) for each variable
         if not all(end.is_number and end.is_finite for limits in node.args[1:] for end in limits.args[1:]):

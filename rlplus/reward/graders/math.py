@@ -64,6 +64,11 @@ def load_math_verify() -> Any:
                 return self.mul_flat(self.convert_postfix(arr[i]), self.convert_postfix_list(arr, i + 1))
             return super().convert_postfix_list(arr, i)  # there 2(3) is 2 and 3, as 2\frac{1}{2} is 2 and 1/2
 
+        def convert_frac(self, frac: Any) -> Any:
+            value = super().convert_frac(frac)
+            rate = isinstance(value, sympy.Derivative) and value.expr.is_Symbol  # dy/dx, which sympy takes for 0
+            return sympy.Symbol(str(value)) if rate else value
+
         def convert_binom(self, binom: Any) -> Any:
             return sympy.binomial(*map(self.convert_expr, (binom.upper, binom.lower)), evaluate=False)
 
