@@ -5,7 +5,6 @@ import os
 import signal
 from collections import deque
 from collections.abc import Callable
-from math import isnan
 from pathlib import Path
 from typing import Any
 
@@ -99,14 +98,14 @@ def test_math_verify_counts_what_it_cannot_read(caplog: pytest.LogCaptureFixture
     assert "bad_gold" in caplog.text
 
 
-def test_a_hanging_power_is_a_timeout_and_the_others_are_graded() -> None:
+def test_a_power_that_nobody_can_write_out_is_wrong_and_the_others_are_graded() -> None:
+    """Not a timeout, which would leave the sample out of its group."""
     texts = ["\\boxed{1}"] * 8
-    texts[2] = "$10^{10^{10}}$"  # sympy tries to write it out
-    with Scorer(reward_config(kind="math_verify", timeout_s=1.0)) as scorer:
+    texts[2] = "$10^{10^{10}}$"
+    with Scorer(reward_config(kind="math_verify", timeout_s=10.0)) as scorer:
         scores = scorer(texts, ["1"] * 8)
-    assert [score.status for score in scores] == ["ok"] * 2 + ["timeout"] + ["ok"] * 5
-    assert isnan(scores[2].value)
-    assert [score.value for score in scores if score.status == "ok"] == [1.0] * 7
+    assert [score.status for score in scores] == ["ok"] * 2 + ["unparsed"] + ["ok"] * 5
+    assert [score.value for score in scores] == [1.0] * 2 + [0.0] + [1.0] * 5
 
 
 # Several rewards, and columns of the data
