@@ -4,7 +4,6 @@ Each would take hours or gigabytes without a bound: that a test ends is its resu
 """
 
 import math
-import time
 from collections.abc import Callable
 
 import hypothesis.strategies as st
