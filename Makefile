@@ -65,8 +65,8 @@ lint: setup  ## run ruff and mypy
 	$(BIN)/mypy
 
 schema: setup  ## write the JSON schemas in configs/, by which editors complete and check configurations
-	@$(BIN)/python -m rlplus.config.json_schema configs/schema.json
-	@$(BIN)/python -m rlplus.compare.comparison_schema configs/compare/schema.json
+	@$(BIN)/python -m rlplus.train.config.json_schema configs/schema.json
+	@$(BIN)/python -m rlplus.tools.compare.comparison_schema configs/compare/schema.json
 
 docs: setup  ## write the derived parts of the manual and of README.md, and build the manual in site/
 	@PYTHONPATH=. $(BIN)/python docs/generate.py

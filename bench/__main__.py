@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import NoReturn
 
-from rlplus.errors import hint
+from rlplus.common.errors import hint
 
 from . import submit
 from .suites import SUITES, on_cuda

@@ -20,9 +20,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlplus.errors import one_line
+from rlplus.common.errors import one_line
 from rlplus.loss import linear_divergence
-from rlplus.loss.divergence import beta_of, divergence
+from rlplus.loss.objective.divergence import beta_of, divergence
 
 from .__main__ import say
 from .cases import DTYPES

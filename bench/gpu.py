@@ -46,7 +46,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from rlplus.bench.submit import small_cases
 from rlplus.loss import selfcheck
-from rlplus.loss.verdicts import verdict_on
+from rlplus.loss.guard.verdicts import verdict_on
 if torch.cuda.is_available():
     dtypes = (torch.bfloat16, torch.float16, torch.float32)
     with ThreadPoolExecutor() as pool:  # each is a process, which compiles for half a minute

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from rlplus.loss.verdicts import versions
+from rlplus.loss.guard.verdicts import versions
 
 PACK = "gpu-pack"  # written by `python -m bench.pack`
 STATE = ("clocks.sm", "clocks.mem", "clocks.max.sm", "power.draw", "temperature.gpu")  # MHz, W, degrees Celsius

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlplus.errors import one_line
+from rlplus.common.errors import one_line
 
 from .case import Case
 from .cases import Head, Inputs

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 
 from rlplus.kernels.tiling import TILES
-from rlplus.loss import cost
 from rlplus.loss.backends.ways import Way, chunk_rows
-from rlplus.loss.head import Head
+from rlplus.loss.head import cost
+from rlplus.loss.head.head import Head
 
 SHAPE = cost.Shape(N=16_384, H=3584, V=151_936)  # Qwen2.5-7B
 NARROW = SHAPE._replace(H=1024)

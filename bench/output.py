@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from rlplus.common.durable import write_text
-from rlplus.loss.verdicts import versions
+from rlplus.loss.guard.verdicts import versions
 
 from .machine import hardware, revision
 from .measure import Row, package_version

@@ -12,7 +12,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from rlplus.loss.verdicts import versions
+from rlplus.loss.guard.verdicts import versions
 
 from .machine import PACK, package_root, revision
 

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from rlplus.loss.guard.verdicts import Verdict
     from rlplus.loss.selfcheck import Case
-    from rlplus.loss.verdicts import Verdict
 
 # Imports that need torch are in functions: --help and wrong arguments are answered without it.
 
@@ -73,7 +73,7 @@ def self_check(cpu: bool) -> "dict[str, Verdict]":
     import torch
 
     from rlplus.loss import selfcheck
-    from rlplus.loss.verdicts import COMMAND, Verdict, run_check
+    from rlplus.loss.guard.verdicts import COMMAND, Verdict, run_check
 
     if cpu:
         fault = selfcheck.check(torch.device("cpu"), torch.float32, small_cases(), H=8)

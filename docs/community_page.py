@@ -10,7 +10,7 @@ from jsonschema.exceptions import best_match
 
 from bench import output
 from bench.peers import METHODS
-from rlplus.errors import check_name
+from rlplus.common.errors import check_name
 
 FOLDER = Path(__file__).parent.parent / "bench/results/community"
 SCHEMA = "submission_schema.json"

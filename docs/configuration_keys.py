@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from bench import output
-from rlplus.algorithm import RECIPES
-from rlplus.config.json_schema import json_schema
+from rlplus.train.algorithm import RECIPES
+from rlplus.train.config.json_schema import json_schema
 
 FAR = 2**53  # the largest value of a key that has no limit of its own
 

@@ -23,13 +23,13 @@ from docs import (
 from docs.configuration_keys import keys, table
 from experiments import significance
 from experiments.theory import __main__ as theory
-from rlplus.algorithm import ALGORITHMS, Algorithm
-from rlplus.compare import BASE, Results, load_comparison
-from rlplus.compare.config import Study
-from rlplus.compare.page import Tested, tested_in
-from rlplus.config.benchmarks import BENCHMARKS
-from rlplus.loss.surrogates import EXTERNAL
-from rlplus.report.tables import interval, percent
+from rlplus.loss.objective.surrogates import EXTERNAL
+from rlplus.tools.compare import BASE, Results, load_comparison
+from rlplus.tools.compare.config import Study
+from rlplus.tools.compare.page import Tested, tested_in
+from rlplus.tools.report.tables import interval, percent
+from rlplus.train.algorithm import ALGORITHMS, Algorithm
+from rlplus.train.config.benchmarks import BENCHMARKS
 
 ROOT = Path(__file__).parent.parent
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 
-from rlplus.learner.pretrained import MIXES
+from rlplus.train.learner.pretrained import MIXES
 from tests.support.causal_lms import EXPERT_FAMILIES, FAMILIES, UNPLANNED, config_of
 
 Table = Callable[[tuple[str, ...], Iterator[tuple[str, ...]]], str]

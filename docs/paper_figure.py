@@ -6,10 +6,10 @@ Dark on white, as readers of the Markdown see it; style.css inverts it on dark p
 from collections.abc import Iterator
 from html import escape
 
-from rlplus.compare.config import BASE, Study
-from rlplus.compare.outcomes import Results
-from rlplus.compare.page import tested_in
-from rlplus.evaluation import Estimate
+from rlplus.tools.compare.config import BASE, Study
+from rlplus.tools.compare.outcomes import Results
+from rlplus.tools.compare.page import tested_in
+from rlplus.train.evaluation import Estimate
 
 LABELS, PANEL, GAP, LINE, TOP = 250, 200, 24, 19, 48  # lengths in pixels
 STYLE = """

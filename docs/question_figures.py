@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from docs.paper_figure import Part, draw
-from rlplus.compare.outcomes import Results
+from rlplus.tools.compare.outcomes import Results
 
 
 @dataclass(frozen=True)

@@ -17,10 +17,10 @@ import numpy as np
 
 from docs.paper_figure import STYLE
 from experiments.significance import permutation_p, right_samples
-from rlplus.compare.outcomes import Outcome, Results
-from rlplus.compare.page import tested_in
-from rlplus.report.charts import NOISE
-from rlplus.report.tables import interval, percent
+from rlplus.tools.compare.outcomes import Outcome, Results
+from rlplus.tools.compare.page import tested_in
+from rlplus.tools.report.charts import NOISE
+from rlplus.tools.report.tables import interval, percent
 
 TOY = "experiments/compare/results/sampled.json"
 SFT, UPDATE = "experiments/real/results/sampled-sft.json", "experiments/real/results/update-noise.json"

@@ -10,9 +10,9 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from bench import output
-from rlplus.init.fitting import FULL, LORA, OFFLOADED, QLORA, Found, find_fitting
-from rlplus.plan import make_cluster
-from rlplus.plan.planned_model import Model
+from rlplus.tools.init.fitting import FULL, LORA, OFFLOADED, QLORA, Found, find_fitting
+from rlplus.tools.plan import make_cluster
+from rlplus.tools.plan.planned_model import Model
 
 # Qwen2.5's config.json, by the size that its name says.
 SHARED = {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "max_position_embeddings": 32768}

@@ -5,7 +5,7 @@ not trained on, and the policy continues after them: it has learned when to call
 """
 
 from experiments.toy.task import EMPTY, SCRATCHPAD, Problem
-from rlplus.rollout import Response, Sampler
+from rlplus.train.rollout import Response, Sampler
 
 
 def rollout(sampler: Sampler, responses: list[Response]) -> None:

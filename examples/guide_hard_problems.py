@@ -24,15 +24,15 @@ from typing import Any
 try:
     from transformers import PreTrainedTokenizerBase
 
-    from rlplus.algorithm.distillation_options import demonstration_template
     from rlplus.common.durable import write_text
     from rlplus.common.terminal import counter
-    from rlplus.config import ROW, Config, DataConfig, EvaluationConfig, load_config
-    from rlplus.data import find_ends, load_examples, load_tokenizer, response_text
-    from rlplus.data.prompts import with_demonstration
-    from rlplus.data.row_files import Row, get_column, read_rows
-    from rlplus.evaluation import evaluate_model
-    from rlplus.reward import Scorer
+    from rlplus.train.algorithm.distillation_options import demonstration_template
+    from rlplus.train.config import ROW, Config, DataConfig, EvaluationConfig, load_config
+    from rlplus.train.data import find_ends, load_examples, load_tokenizer, response_text
+    from rlplus.train.data.prompts import with_demonstration
+    from rlplus.train.data.row_files import Row, get_column, read_rows
+    from rlplus.train.evaluation import evaluate_model
+    from rlplus.train.reward import Scorer
 except ModuleNotFoundError as missing:
     raise SystemExit(f'{missing.name} is not installed: pip install -e ".[train]"') from None
 

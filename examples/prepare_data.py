@@ -22,7 +22,7 @@ try:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    from rlplus.data.row_files import Row, read_rows
+    from rlplus.train.data.row_files import Row, read_rows
 except ModuleNotFoundError as missing:
     raise SystemExit(f'{missing.name} is not installed: pip install -e ".[train]"') from None
 

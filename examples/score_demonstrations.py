@@ -41,12 +41,12 @@ try:
     from rlplus.common.durable import locked
     from rlplus.common.teacher_states import LOCK, StatesWriter, TeacherStates, digest, vocabulary_digest
     from rlplus.common.terminal import counter
-    from rlplus.config import Config, load_config
-    from rlplus.data import Example, find_ends, load_examples, load_tokenizer
-    from rlplus.data.demonstration_columns import holds_several
-    from rlplus.data.row_files import Row, get_column, read_rows
-    from rlplus.learner.pretrained import load_model, positions, read_model_config, weights_fingerprint
     from rlplus.loss import head_of, linear_logprob
+    from rlplus.train.config import Config, load_config
+    from rlplus.train.data import Example, find_ends, load_examples, load_tokenizer
+    from rlplus.train.data.demonstration_columns import holds_several
+    from rlplus.train.data.row_files import Row, get_column, read_rows
+    from rlplus.train.learner.pretrained import load_model, positions, read_model_config, weights_fingerprint
 except ModuleNotFoundError as missing:
     raise SystemExit(f'{missing.name} is not installed: pip install -e ".[train]"') from None
 

@@ -9,7 +9,7 @@ that text and is not trained on it.
 
 from itertools import zip_longest
 
-from rlplus.rollout import Response, Sampler
+from rlplus.train.rollout import Response, Sampler
 
 # The longest prompt in tokens, and the actions; in order of complexity.
 TEMPLATES: tuple[tuple[float, tuple[str, ...]], ...] = (

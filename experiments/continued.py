@@ -13,13 +13,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from rlplus.cli import guarded
 from rlplus.common.commands import terminated_as_exit
 from rlplus.common.durable import claimed, locked
-from rlplus.compare import BASE, MARK, Comparison, Outcome, Results, Runner, load_comparison
-from rlplus.compare.comparing import collect, made, provenance
-from rlplus.compare.config import best_rate
-from rlplus.compare.launches import Run
+from rlplus.tools.cli import guarded
+from rlplus.tools.compare import BASE, MARK, Comparison, Outcome, Results, Runner, load_comparison
+from rlplus.tools.compare.comparing import collect, made, provenance
+from rlplus.tools.compare.config import best_rate
+from rlplus.tools.compare.launches import Run
 
 
 class Continued(Runner):

@@ -23,12 +23,12 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from rlplus.bench.__main__ import say
 from rlplus.bench.machine import package_root, revision
-from rlplus.cli import main as train
 from rlplus.common.durable import write_text
-from rlplus.config import load_config
-from rlplus.data import byte_tokenizer
-from rlplus.loss.verdicts import versions
-from rlplus.plan import MOMENTS, Plan, make_plan, this_cluster
+from rlplus.loss.guard.verdicts import versions
+from rlplus.tools.cli import main as train
+from rlplus.tools.plan import MOMENTS, Plan, make_plan, this_cluster
+from rlplus.train.config import load_config
+from rlplus.train.data import byte_tokenizer
 
 STEPS = 3
 TINY = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2,

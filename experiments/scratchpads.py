@@ -17,7 +17,7 @@ from pathlib import Path
 
 from experiments.toy.task import EASY, EMPTY, PLUS, SCRATCHPAD, WIDTH
 from rlplus.common.textfiles import file_name, read_text
-from rlplus.data import KeptSample, iter_kept
+from rlplus.train.data import KeptSample, iter_kept
 
 ORDERS = ("guess", "first to last", "last to first", "neither")
 

@@ -15,10 +15,10 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from rlplus.config import Config, load_config
-from rlplus.plan import make_cluster, make_plan, read_model
-from rlplus.plan.memory import sequence_bytes
-from rlplus.plan.speed import GEMM_EFFICIENCY, MAX_SEQUENCES, MEMORY_EFFICIENCY
+from rlplus.tools.plan import make_cluster, make_plan, read_model
+from rlplus.tools.plan.memory import sequence_bytes
+from rlplus.tools.plan.speed import GEMM_EFFICIENCY, MAX_SEQUENCES, MEMORY_EFFICIENCY
+from rlplus.train.config import Config, load_config
 
 STEPS = 10  # that are averaged
 Lengths = NDArray[np.int64]

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import numpy as np
 
-from rlplus.compare import BASE, Outcome, Results
-from rlplus.compare.config import Study
-from rlplus.evaluation import Evaluation
-from rlplus.report.tables import percent
+from rlplus.tools.compare import BASE, Outcome, Results
+from rlplus.tools.compare.config import Study
+from rlplus.tools.report.tables import percent
+from rlplus.train.evaluation import Evaluation
 
 TRAINED = "trained"  # the test set of problems like those trained on; every second one is hard
 FOUND = 0.5  # a run whose pass@1 on its hard problems is at least this has found the skill

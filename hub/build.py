@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[1]
 NAME = "rlplus"
 VERSION = 0  # a kernel whose interface may change, by the hub's convention
 BACKENDS = ("cpu", "cuda")
-PARTS = ("__init__.py", "errors.py", "lazy.py", "common/__init__.py", "common/durable.py", "common/textfiles.py")
+PARTS = ("__init__.py", *(f"common/{name}.py" for name in ("__init__", "durable", "errors", "lazy", "textfiles")))
 FOLDERS = ("loss", "kernels")
 START = '''"""The losses of rlplus: language-model heads from hidden states to loss, without stored logits."""
 

@@ -1,4 +1,4 @@
-"""The divergence of a student from a teacher, from rows of the logits of both; rlplus/loss/divergence.py defines it.
+"""The divergence of a student from a teacher, from rows of both logits; as in rlplus/loss/objective/divergence.py.
 
 `row_divergences` reads a pair of rows twice: for the logsumexps, then for the divergence and what its gradient needs.
 `row_gradients` writes the gradient of the student's logits, which may be over these. beta: 0 is the forward and 1 the

@@ -184,7 +184,7 @@ def _dft(logprob, old, behavior, c, BEHAVIOR: tl.constexpr):
     return p * logprob, p
 
 
-# The names are those in `rlplus.loss.surrogates`; the external ones say whether the advantage weighs them.
+# The names are those in `rlplus.loss.objective.surrogates`; the external ones say whether the advantage weighs them.
 INTERNAL = {"ratio": _ratio, "clip": _clip, "reinforce": _reinforce, "cispo": _cispo, "sapo": _sapo, "dppo": _dppo}
 EXTERNAL = {
     "mis": (_mis, True),

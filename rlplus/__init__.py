@@ -3,12 +3,12 @@
 The names here belong to the loss, which needs torch and, on NVIDIA GPUs, triton; the trainer is the extra `train`.
 Importing this package loads nothing. The first use of a name imports torch and, for the fused operations, registers the
 operators under `torch.ops.rlplus`. To register them without calling one (to load an exported program, say), `import
-rlplus.loss.operations`.
+rlplus.loss.operations.linear_losses`.
 """
 
 from typing import TYPE_CHECKING
 
-from rlplus.lazy import lazy_names
+from rlplus.common.lazy import lazy_names
 
 if TYPE_CHECKING:
     from rlplus.loss import (

@@ -2,7 +2,7 @@
 
 import sys
 
-from rlplus.cli import main
+from rlplus.tools.cli import main
 
 if __name__ == "__main__":
     sys.exit(main())

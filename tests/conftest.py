@@ -23,7 +23,7 @@ import pytest  # noqa: E402
 import torch  # noqa: E402
 
 if TYPE_CHECKING:
-    from rlplus.reward import Scorer
+    from rlplus.train.reward import Scorer
 
 
 def end(number: int, _: object) -> None:
@@ -131,7 +131,7 @@ def grader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> "Callable[..., Sc
     """Makes Scorers of the functions in reward_graders, found through the current directory."""
     from reward_graders import GRADERS, reward_config
 
-    from rlplus.reward import Scorer
+    from rlplus.train.reward import Scorer
 
     (tmp_path / "own_graders.py").write_text(GRADERS)
     monkeypatch.chdir(tmp_path)

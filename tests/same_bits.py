@@ -164,10 +164,10 @@ def set_up(folder: Path, tree: Path) -> None:
     import deepspeed  # noqa: F401
     import transformers  # noqa: F401
 
-    import rlplus.cli
+    import rlplus.tools.cli
 
-    if not Path(rlplus.cli.__file__).resolve().is_relative_to(tree):
-        raise SystemExit(f"want the rlplus of {tree}; got {rlplus.cli.__file__}")
+    if not Path(rlplus.tools.cli.__file__).resolve().is_relative_to(tree):
+        raise SystemExit(f"want the rlplus of {tree}; got {rlplus.tools.cli.__file__}")
     write_data(folder)
     if not wait([fork(lambda: write_models(folder / "model", folder / "teacher"), folder / "model.log")]):
         raise SystemExit((folder / "model.log").read_text())
@@ -216,9 +216,9 @@ def rank_of_run(arguments: Sequence[str], launcher: Mapping[str, str], fresh: bo
     os.environ |= launcher
     if fresh:
         os.execv(sys.executable, [sys.executable, "-m", "rlplus", *arguments])
-    import rlplus.cli
+    import rlplus.tools.cli
 
-    status = rlplus.cli.main(list(arguments))
+    status = rlplus.tools.cli.main(list(arguments))
     if modules is not None:
         modules.write_text(json.dumps([*sys.modules]))
     return status

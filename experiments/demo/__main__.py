@@ -4,8 +4,8 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from rlplus.cli import guarded
-from rlplus.cli.common import quiet_imports
+from rlplus.tools.cli import guarded
+from rlplus.tools.cli.common import quiet_imports
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -18,10 +18,10 @@ from experiments.toy.base_model import ToyBase, make_base
 from experiments.toy.task import EASY, HARD, draw_splits, read_jsonl, write_jsonl
 from rlplus.common.commands import ending_with_this_process, terminated_as_exit
 from rlplus.common.durable import claimed
+from rlplus.common.errors import RunFailed, ending
 from rlplus.common.terminal import Terminal
-from rlplus.errors import RunFailed, ending
-from rlplus.evaluation import Estimate, Evaluation, load_results, paired_difference, pooled_pass_at
-from rlplus.report import load_run, seeds_line, write_report
+from rlplus.tools.report import load_run, seeds_line, write_report
+from rlplus.train.evaluation import Estimate, Evaluation, load_results, paired_difference, pooled_pass_at
 
 CONFIG = Path(__file__).parent.parent / "demo.yaml"
 BASE, GRPO, RLPLUS = "base", "GRPO", "RL-PLUS"

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from rlplus.common.durable import write_text
-from rlplus.report import load_run
+from rlplus.tools.report import load_run
 
 CONFIG = Path(__file__).with_name("smollm2-135m.yaml")
 SETTINGS = {

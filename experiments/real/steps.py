@@ -26,11 +26,11 @@ from transformers import AutoConfig
 from rlplus.bench.__main__ import say
 from rlplus.bench.machine import hardware, revision
 from rlplus.common.durable import write_text
-from rlplus.config import Config, DataConfig, ModelConfig, load_config
-from rlplus.data import find_ends, load_examples, load_tokenizer
-from rlplus.loss.verdicts import versions
-from rlplus.plan import read_model, this_cluster
-from rlplus.trainer.provenance import device_name
+from rlplus.loss.guard.verdicts import versions
+from rlplus.tools.plan import read_model, this_cluster
+from rlplus.train.config import Config, DataConfig, ModelConfig, load_config
+from rlplus.train.data import find_ends, load_examples, load_tokenizer
+from rlplus.train.trainer.provenance import device_name
 
 from .boxed import ASKED
 

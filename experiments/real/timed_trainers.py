@@ -16,12 +16,12 @@ import torch
 
 from rlplus.bench.measure import new_peak, status_mb
 from rlplus.common.durable import write_text
-from rlplus.config import Config, load_config
-from rlplus.data import Example, MicroBatch, PromptSampler, find_ends, load_examples, load_tokenizer
-from rlplus.recipe import Update
-from rlplus.trainer.loop import train_step
-from rlplus.trainer.metrics import Tally
-from rlplus.trainer.run_parts import open_run
+from rlplus.train.config import Config, load_config
+from rlplus.train.data import Example, MicroBatch, PromptSampler, find_ends, load_examples, load_tokenizer
+from rlplus.train.recipe import Update
+from rlplus.train.trainer.loop import train_step
+from rlplus.train.trainer.metrics import Tally
+from rlplus.train.trainer.run_parts import open_run
 
 from .boxed import rewards
 from .steps import PHASES, Settings

@@ -19,10 +19,10 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from rlplus.bench.machine import revision
 from rlplus.common.durable import write_text
-from rlplus.config import DataConfig, ModelConfig
-from rlplus.data import Example, load_examples, load_tokenizer
 from rlplus.loss import PolicyLoss, head_of, linear_policy_loss
-from rlplus.loss.verdicts import versions
+from rlplus.loss.guard.verdicts import versions
+from rlplus.train.config import DataConfig, ModelConfig
+from rlplus.train.data import Example, load_examples, load_tokenizer
 
 from .boxed import ASKED
 

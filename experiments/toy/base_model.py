@@ -25,8 +25,8 @@ from transformers import PreTrainedTokenizerBase, Qwen3Config, Qwen3ForCausalLM
 from experiments.toy.task import ANSWER, EASY, Problem, Task, blur, make_tokenizer, scratchpad
 from rlplus.common.durable import write_text
 from rlplus.common.textfiles import read_text
-from rlplus.learner.pretrained import write_model
-from rlplus.rollout import RunFailed
+from rlplus.train.learner.pretrained import write_model
+from rlplus.train.rollout import RunFailed
 
 NOTE = "base.json"  # marks the folder of a finished base model
 MOST_READ = 7  # numbers of a problem that fits the positions with a response before and behind it

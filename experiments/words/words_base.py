@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerBase, Qwen3ForCausalLM
 from experiments.toy.base_model import NOTE, is_there, make_model
 from experiments.words.word_problems import ANSWER, FEWEST_STEPS, MOST_STEPS, Problem, draw, make_tokenizer
 from rlplus.common.durable import write_text
-from rlplus.learner.pretrained import write_model
+from rlplus.train.learner.pretrained import write_model
 
 POSITIONS = 256
 WARMUP = 100  # steps

@@ -32,7 +32,7 @@ Fraction = Annotated[float, Field(ge=0, le=1)]
 Text = Annotated[str, Field(min_length=1)]
 Pattern = Annotated[str, AfterValidator(_one_group)]
 PathText = Annotated[Text, AfterValidator(os.path.expanduser)]
-REFERENCE = r"[\w./-]+:\w+"  # "module:name" or "folder/file.py:name", as `rlplus.lazy.import_function` reads it
+REFERENCE = r"[\w./-]+:\w+"  # "module:name" or "folder/file.py:name", as `rlplus.common.lazy.import_function` reads it
 Reference = Annotated[str, Field(pattern=f"^{REFERENCE}$")]
 
 

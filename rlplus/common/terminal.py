@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
-from rlplus.errors import printable
+from rlplus.common.errors import printable
 
 WIDE = 1000  # columns of a table in a file, at most
 

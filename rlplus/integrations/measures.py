@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from rlplus.loss.head import Head, capped, raw_logits, scaled
+from rlplus.loss.head.head import Head, capped, raw_logits, scaled
 
 MEASURES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {  # functions of logits z (n, V) and targets (n,)
     "is_top1": lambda z, target: z.argmax(-1) == target,

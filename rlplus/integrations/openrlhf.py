@@ -21,7 +21,7 @@ from torch import Tensor
 
 from rlplus.integrations.interface import check_interface
 from rlplus.integrations.transformers import FusedOutput, fuse_head
-from rlplus.loss.library import IGNORED
+from rlplus.loss.operations.library import IGNORED
 
 INTERFACE = {  # functions of OpenRLHF that are overridden or called, and their arguments
     Actor.forward: (

@@ -25,11 +25,11 @@ from transformers.utils import ModelOutput
 
 from rlplus.integrations.measures import measure
 from rlplus.loss import PolicyLoss, TokenConstants, linear_logprob, linear_policy_loss
-from rlplus.loss.backward_pass import Backward
-from rlplus.loss.causal_lm import head_transforms, plain_head, without_peft
-from rlplus.loss.head import Head
-from rlplus.loss.inputs import check_tensor, check_values, describe, expand_advantage
-from rlplus.loss.library import IGNORED
+from rlplus.loss.head.causal_lm import head_transforms, plain_head, without_peft
+from rlplus.loss.head.head import Head
+from rlplus.loss.objective.inputs import check_tensor, check_values, describe, expand_advantage
+from rlplus.loss.operations.backward_pass import Backward
+from rlplus.loss.operations.library import IGNORED
 
 LM = TypeVar("LM", bound=nn.Module)
 

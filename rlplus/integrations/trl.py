@@ -32,8 +32,8 @@ from rlplus.integrations.measures import MEASURES
 from rlplus.integrations.transformers import FusedOutput, fuse_head
 from rlplus.integrations.trl_loss import IMAGES, Batch, aligned, constants, grpo_shares, objective_with, two_step_loss
 from rlplus.loss import Objective, policy_loss
-from rlplus.loss.backward_pass import Backward, backward_of
-from rlplus.loss.library import IGNORED
+from rlplus.loss.operations.backward_pass import Backward, backward_of
+from rlplus.loss.operations.library import IGNORED
 
 logger = logging.getLogger(__name__)
 

@@ -6,18 +6,31 @@ operators under `torch.ops.rlplus`.
 
 from typing import TYPE_CHECKING
 
-from rlplus.lazy import lazy_names
+from rlplus.common.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from rlplus.loss.advantages import batch_advantages
-    from rlplus.loss.causal_lm import head_of
-    from rlplus.loss.definition import policy_loss
-    from rlplus.loss.distillation import DivergenceLoss, linear_divergence
-    from rlplus.loss.objective import OBJECTIVES, Objective
-    from rlplus.loss.operations import MAX_SCRATCH_MB, PolicyLoss, RLPlusLoss, linear_logprob, linear_policy_loss
-    from rlplus.loss.registered import register_token_loss
-    from rlplus.loss.tokens import MISMATCH_STATS, STATS, TokenConstants, TokenLoss, exploration_weight, token_loss
-    from rlplus.loss.weights import group_advantages, token_weights
+    from rlplus.loss.head.causal_lm import head_of
+    from rlplus.loss.objective.advantages import batch_advantages
+    from rlplus.loss.objective.definition import policy_loss
+    from rlplus.loss.objective.objective import OBJECTIVES, Objective
+    from rlplus.loss.objective.registered import register_token_loss
+    from rlplus.loss.objective.tokens import (
+        MISMATCH_STATS,
+        STATS,
+        TokenConstants,
+        TokenLoss,
+        exploration_weight,
+        token_loss,
+    )
+    from rlplus.loss.objective.weights import group_advantages, token_weights
+    from rlplus.loss.operations.distillation import DivergenceLoss, linear_divergence
+    from rlplus.loss.operations.linear_losses import (
+        MAX_SCRATCH_MB,
+        PolicyLoss,
+        RLPlusLoss,
+        linear_logprob,
+        linear_policy_loss,
+    )
 
 __all__ = [
     "MAX_SCRATCH_MB",
@@ -46,14 +59,27 @@ __all__ = [
 __getattr__, __dir__ = lazy_names(
     __name__,
     {
-        "advantages": ("batch_advantages",),
-        "causal_lm": ("head_of",),
-        "definition": ("policy_loss",),
-        "distillation": ("DivergenceLoss", "linear_divergence"),
-        "objective": ("OBJECTIVES", "Objective"),
-        "operations": ("MAX_SCRATCH_MB", "PolicyLoss", "RLPlusLoss", "linear_logprob", "linear_policy_loss"),
-        "registered": ("register_token_loss",),
-        "tokens": ("MISMATCH_STATS", "STATS", "TokenConstants", "TokenLoss", "exploration_weight", "token_loss"),
-        "weights": ("group_advantages", "token_weights"),
+        "objective.advantages": ("batch_advantages",),
+        "head.causal_lm": ("head_of",),
+        "objective.definition": ("policy_loss",),
+        "operations.distillation": ("DivergenceLoss", "linear_divergence"),
+        "objective.objective": ("OBJECTIVES", "Objective"),
+        "operations.linear_losses": (
+            "MAX_SCRATCH_MB",
+            "PolicyLoss",
+            "RLPlusLoss",
+            "linear_logprob",
+            "linear_policy_loss",
+        ),
+        "objective.registered": ("register_token_loss",),
+        "objective.tokens": (
+            "MISMATCH_STATS",
+            "STATS",
+            "TokenConstants",
+            "TokenLoss",
+            "exploration_weight",
+            "token_loss",
+        ),
+        "objective.weights": ("group_advantages", "token_weights"),
     },
 )

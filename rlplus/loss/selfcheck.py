@@ -15,11 +15,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from rlplus.errors import one_line
-from rlplus.loss.distillation import linear_divergence
-from rlplus.loss.objective import Objective
-from rlplus.loss.operations import linear_policy_loss
-from rlplus.loss.verdicts import Verdict
+from rlplus.common.errors import one_line
+from rlplus.loss.guard.verdicts import Verdict
+from rlplus.loss.objective.objective import Objective
+from rlplus.loss.operations.distillation import linear_divergence
+from rlplus.loss.operations.linear_losses import linear_policy_loss
 
 OBJECTIVE = Objective("clip", "mis", kl_coef=0.1, entropy_coef=0.05)
 TEMPERATURE = 0.9

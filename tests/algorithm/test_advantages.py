@@ -10,8 +10,8 @@ from torch import Tensor
 from trainer_runs import metrics, run_config
 
 from rlplus import batch_advantages, group_advantages
-from rlplus.loss.objective import AdvantageEstimator
-from rlplus.trainer import train
+from rlplus.loss.objective.objective import AdvantageEstimator
+from rlplus.train.trainer import train
 
 ESTIMATORS = get_args(AdvantageEstimator)
 GENERATOR = torch.Generator().manual_seed(0)

@@ -15,14 +15,14 @@ from triton.backends.nvidia.compiler import CUDABackend
 from triton.runtime.jit import native_specialize_impl
 from update_cases import batch_of_samples, packed
 
-from rlplus.algorithm import ALGORITHMS, ExternalSchedule
-from rlplus.algorithm.external_schedule import external_share
-from rlplus.config import AlgorithmConfig, load_config
-from rlplus.learner import Policy
 from rlplus.loss import Objective
 from rlplus.loss.backends.token_arguments import coefficients
-from rlplus.recipe import set_advantages
-from rlplus.trainer import open_run, train
+from rlplus.train.algorithm import ALGORITHMS, ExternalSchedule
+from rlplus.train.algorithm.external_schedule import external_share
+from rlplus.train.config import AlgorithmConfig, load_config
+from rlplus.train.learner import Policy
+from rlplus.train.recipe import set_advantages
+from rlplus.train.trainer import open_run, train
 
 
 def test_linear_and_cosine_coefficients() -> None:

@@ -9,7 +9,7 @@ import torch
 from same_bits import CASES
 
 from rlplus import Objective, policy_loss
-from rlplus.algorithm import (
+from rlplus.train.algorithm import (
     ALGORITHMS,
     Critic,
     Distill,
@@ -25,7 +25,7 @@ from rlplus.algorithm import (
     SelfDistill,
     Shaping,
 )
-from rlplus.algorithm.options import RECIPES as KINDS
+from rlplus.train.algorithm.options import RECIPES as KINDS
 
 SCRIPT: dict[str, Any] = {"entropy_coef": 1e-3}  # the official scripts'
 ABLATIONS: dict[str, dict[str, Any]] = {

@@ -3,7 +3,7 @@
 import pytest
 
 from rlplus.bench import model
-from rlplus.loss import cost
+from rlplus.loss.head import cost
 
 N, H, V = model.SHAPE[:3]
 WEIGHT, LOGITS, HIDDEN = 0.544538624, 2.489319424, 0.058720256  # 10^9 elements of the shape above

@@ -18,7 +18,7 @@ from rlplus.bench import gpu, machine, pack
 from rlplus.bench.case import Case
 from rlplus.bench.gpu import Part, Session, execute, parts
 from rlplus.bench.suites import SUITES, tiny
-from rlplus.loss.verdicts import versions
+from rlplus.loss.guard.verdicts import versions
 
 ROOT = Path(__file__).parents[2]
 PARTS = ["selfcheck", "bench", "training", "distill", "test_gpu", "runs", "kernels"]

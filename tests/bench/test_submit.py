@@ -16,7 +16,7 @@ from rlplus.bench import session, submit
 from rlplus.bench.__main__ import main
 from rlplus.bench.suites import QWEN, SUITES, Case
 from rlplus.loss import selfcheck
-from rlplus.loss.verdicts import Verdict
+from rlplus.loss.guard.verdicts import Verdict
 
 METHODS = ("triton", "torch", "naive torch")
 SMALL = Case("main", **QWEN, dtype="bfloat16", methods=METHODS, memory=False)
@@ -95,7 +95,9 @@ def test_on_a_gpu_each_dtype_is_checked_anew(monkeypatch: pytest.MonkeyPatch) ->
     asked: list[list[str]] = []
     device = type("Properties", (), {"uuid": "GPU-7"})
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: device)
-    monkeypatch.setattr("rlplus.loss.verdicts.run_check", lambda words: (asked.append(words), Verdict("passed", ""))[1])
+    monkeypatch.setattr(
+        "rlplus.loss.guard.verdicts.run_check", lambda words: (asked.append(words), Verdict("passed", ""))[1]
+    )
     assert submit.self_check(cpu=False) == {name: Verdict("passed", "") for name in submit.DTYPES}
     assert [words[-2:] for words in asked] == [["GPU-7", name] for name in submit.DTYPES]
 

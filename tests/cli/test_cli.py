@@ -16,10 +16,10 @@ from answers import answered_without_torch
 from report_pages import Page
 from trainer_runs import environment, metrics, run_config, write_task
 
-from rlplus.cli import main
-from rlplus.config import ScratchModel
-from rlplus.data import byte_tokenizer
-from rlplus.learner.pretrained import make_scratch_model, write_model
+from rlplus.tools.cli import main
+from rlplus.train.config import ScratchModel
+from rlplus.train.data import byte_tokenizer
+from rlplus.train.learner.pretrained import make_scratch_model, write_model
 
 
 @pytest.fixture
@@ -280,7 +280,7 @@ def _invalid_strings():
 
 def test_absurd_plans_can_be_forced(config_file, capsys, monkeypatch):
     """The plan is an estimate, so a run that it refuses may be tried."""
-    monkeypatch.setattr("rlplus.plan.cluster._host_memory", lambda: 2**20)
+    monkeypatch.setattr("rlplus.tools.plan.cluster._host_memory", lambda: 2**20)
     assert main(["train", str(config_file)]) == 2
     assert "try with --force" in capsys.readouterr().err
     assert main(["train", str(config_file), "train.steps=1", "--force"]) == 0

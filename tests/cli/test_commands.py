@@ -96,7 +96,7 @@ def test_the_command_has_the_signals_of_its_starter(tmp_path: Path) -> None:
 
 COMPARE = """
 import sys
-from rlplus.cli import main
+from rlplus.tools.cli import main
 sys.exit(main(["compare", *sys.argv[1:]]))
 """
 

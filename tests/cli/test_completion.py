@@ -9,7 +9,7 @@ from pathlib import Path
 import processes
 import pytest
 
-from rlplus.cli import main
+from rlplus.tools.cli import main
 
 # Each shell without its user's files; its start; and a command that ends what was typed with a line to wait for.
 SHELLS = {

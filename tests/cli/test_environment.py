@@ -7,10 +7,11 @@ import pytest
 import torch
 
 import rlplus
-from rlplus.cli import main
-from rlplus.loss import environment, verdicts
+from rlplus.loss import environment
 from rlplus.loss.backends import selection
-from rlplus.loss.verdicts import Verdict
+from rlplus.loss.guard import verdicts
+from rlplus.loss.guard.verdicts import Verdict
+from rlplus.tools.cli import main
 
 
 def test_it_needs_neither_a_gpu_nor_a_configuration(

@@ -10,10 +10,10 @@ import pytest
 from report_pages import RLPLUS, step_line
 from trainer_runs import environment, run_config, write_task
 
-from rlplus.cli import common, main
 from rlplus.common import activity
-from rlplus.config import path_checks
-from rlplus.plan import data_report
+from rlplus.tools.cli import common, main
+from rlplus.tools.plan import data_report
+from rlplus.train.config import path_checks
 
 NO_TORCH = "import sys\nsys.stderr.write('torch\\n')\nsys.exit(7)\n"  # a module that says when it is imported
 
@@ -92,7 +92,7 @@ def test_init_says_what_takes_long(said: Said, folder: Path, monkeypatch: pytest
         processes.wait_until(lambda: said.has("rlplus init  reading the data and trying settings, 0 s\n"))
         raise ValueError("that was it")
 
-    monkeypatch.setattr("rlplus.init.start", slow)
+    monkeypatch.setattr("rlplus.tools.init.start", slow)
     assert main(["init", "--model", "m", "--data", "d", "--out", str(folder / "new.yaml")]) == 2
 
 

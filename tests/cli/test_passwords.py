@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 from trainer_runs import run_config
 
-from rlplus.cli import guarded, main
-from rlplus.config import load_config
-from rlplus.errors import RunFailed, without_passwords
-from rlplus.rollout.server_http import TEACHER, VLLM, Kind, split
-from rlplus.trainer.reporter import Reporter
+from rlplus.common.errors import RunFailed, without_passwords
+from rlplus.tools.cli import guarded, main
+from rlplus.train.config import load_config
+from rlplus.train.rollout.server_http import TEACHER, VLLM, Kind, split
+from rlplus.train.trainer.reporter import Reporter
 
 SECRET = "s3cr3t@'/x"
 ADDRESS = f"http://me:{SECRET}@host:8000"

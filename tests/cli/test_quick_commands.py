@@ -9,7 +9,7 @@ import pytest
 from report_pages import RLPLUS, evaluation, keep, kept, step_line
 from trainer_runs import environment
 
-from rlplus.evaluation import save_results
+from rlplus.train.evaluation import save_results
 
 COMMAND = """
 import importlib, sys
@@ -42,15 +42,15 @@ def test_reports_and_samples(tmp_path: Path) -> None:
     (run / "samples").mkdir()
     keep(run / "samples", "step-000001", kept())
     page = tmp_path / "page.html"
-    check("rlplus.cli", "report", str(run), "-o", str(page))
+    check("rlplus.tools.cli", "report", str(run), "-o", str(page))
     assert all(part in page.read_text() for part in ("Training reward", "amc", "step 1"))
-    assert "1+1=" in check("rlplus.cli", "samples", str(run), "-n", "1")
+    assert "1+1=" in check("rlplus.tools.cli", "samples", str(run), "-n", "1")
 
 
 def test_report_on_a_comparison(tmp_path: Path) -> None:
     """Its file alone is read: of its runs, and of what makes them, nothing is imported."""
     results = Path(__file__).parents[2] / "experiments/compare/results/segments.json"
-    check("rlplus.cli", "report", str(results), "-o", str(tmp_path / "page.html"))
+    check("rlplus.tools.cli", "report", str(results), "-o", str(tmp_path / "page.html"))
     assert "Difference" in (tmp_path / "page.html").read_text()
 
 

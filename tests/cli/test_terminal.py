@@ -7,8 +7,8 @@ import unicodedata
 import pytest
 from rich.table import Table
 
+from rlplus.common.errors import hint, log_to_stderr, printable
 from rlplus.common.terminal import Terminal, counter
-from rlplus.errors import hint, log_to_stderr, printable
 
 HOSTILE = "[red]a[/nothing] :smile: \x1b]0;title\x07\x1b[2J\x9b31m\r\u202e\ud800"
 SHOWN = r"[red]a[/nothing] :smile: \x1b]0;title\x07\x1b[2J\x9b31m\r\u202e\ud800"

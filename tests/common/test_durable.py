@@ -147,7 +147,7 @@ ALLOWED = {
     "config/commented_yaml.py": "a file that must be new, and which nothing reads before a person does",
     "compare/launches.py": "the output of a command, while it runs",
     "experiments/demo/demo_run.py": "the output of a command, while it runs",
-    "loss/verdicts.py": "a cache, renamed, whose files must be this user's alone; a lost one is made again",
+    "loss/guard/verdicts.py": "a cache, renamed, whose files must be this user's alone; a lost one is made again",
     "bench/measure.py": "a file of /proc",
     "rollout/worker_answers.py": "a pipe",
     "bench/gpu.py": "of the standard library alone; it renames its state, and its logs grow",

@@ -11,8 +11,8 @@ import processes
 import pytest
 from trainer_runs import environment, run_config
 
-from rlplus.cli import main
 from rlplus.common.rank_variables import be_alone, check_launcher, rank
+from rlplus.tools.cli import main
 
 # Kubeflow's PyTorchJob sets these four.
 FOUR = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "job-master-0", "MASTER_PORT": "23456"}

@@ -10,9 +10,9 @@ import yaml
 from report_pages import step_line
 from trainer_runs import run_config
 
-from rlplus.cli import main
 from rlplus.common.yaml_text import parse_yaml
-from rlplus.watch import FollowedRun, View
+from rlplus.tools.cli import main
+from rlplus.tools.watch import FollowedRun, View
 
 TAGS = sorted(tag.rpartition(":")[2] for tag in yaml.SafeLoader.yaml_constructors if tag)
 VALUES = ("", "''", "x", "'-'", "0x", "1:x", "2024-99-99", "é", "[x]", "[[x, y]]", "{x: y}", "{[x]: y}")

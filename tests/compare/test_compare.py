@@ -16,20 +16,20 @@ import pytest
 from comparisons import EXPERIMENTS, FILE, QUICK, calls, launcher_in, prepared, written
 from rich.text import Text
 
-from rlplus.algorithm import ALGORITHMS
-from rlplus.cli import main
 from rlplus.common.commands import ending_with_this_process
+from rlplus.common.errors import RunFailed
 from rlplus.common.textfiles import file_name
-from rlplus.compare import BASE, MARK, Results, Runner, load_comparison, run_comparison
-from rlplus.compare.config import Search
-from rlplus.compare.launches import solved
-from rlplus.compare.outcomes import _thinned, outcome_of
-from rlplus.compare.page import terminal_tables
-from rlplus.compare.prepared import VALIDATION
-from rlplus.config import check_report_folder
-from rlplus.errors import RunFailed
-from rlplus.evaluation import Evaluation
-from rlplus.evaluation.estimates import bootstrap
+from rlplus.tools.cli import main
+from rlplus.tools.compare import BASE, MARK, Results, Runner, load_comparison, run_comparison
+from rlplus.tools.compare.config import Search
+from rlplus.tools.compare.launches import solved
+from rlplus.tools.compare.outcomes import _thinned, outcome_of
+from rlplus.tools.compare.page import terminal_tables
+from rlplus.tools.compare.prepared import VALIDATION
+from rlplus.train.algorithm import ALGORITHMS
+from rlplus.train.config import check_report_folder
+from rlplus.train.evaluation import Evaluation
+from rlplus.train.evaluation.estimates import bootstrap
 
 
 @pytest.fixture

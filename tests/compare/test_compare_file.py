@@ -7,10 +7,10 @@ import pytest
 import yaml
 from comparisons import EXPERIMENTS, FILE, written
 
-from rlplus.cli.compare import _names
-from rlplus.compare import BASE, MARK, Runner, load_comparison, run_comparison
-from rlplus.compare.prepared import NOTE
-from rlplus.errors import RunFailed
+from rlplus.common.errors import RunFailed
+from rlplus.tools.cli.compare import _names
+from rlplus.tools.compare import BASE, MARK, Runner, load_comparison, run_comparison
+from rlplus.tools.compare.prepared import NOTE
 
 GSM8K = EXPERIMENTS.parent / "configs/compare/gsm8k.yaml"
 

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 from counted_evaluations import evaluation
 
-from rlplus.compare import BASE, Results, page
-from rlplus.compare.config import Comparison
-from rlplus.compare.outcomes import Outcome
-from rlplus.evaluation import Estimate
+from rlplus.tools.compare import BASE, Results, page
+from rlplus.tools.compare.config import Comparison
+from rlplus.tools.compare.outcomes import Outcome
+from rlplus.train.evaluation import Estimate
 
 PROBLEMS = 200
 

@@ -9,13 +9,13 @@ import pytest
 import yaml
 from comparisons import EXPERIMENTS
 
-from rlplus.cli import main
-from rlplus.compare import Results, Runner, load_comparison, run_comparison
-from rlplus.compare.planned_runs import plan_comparison
-from rlplus.config import ScratchModel, load_config
-from rlplus.data import byte_tokenizer
-from rlplus.learner.pretrained import make_scratch_model, write_model
-from rlplus.plan import make_cluster, make_plan
+from rlplus.tools.cli import main
+from rlplus.tools.compare import Results, Runner, load_comparison, run_comparison
+from rlplus.tools.compare.planned_runs import plan_comparison
+from rlplus.tools.plan import make_cluster, make_plan
+from rlplus.train.config import ScratchModel, load_config
+from rlplus.train.data import byte_tokenizer
+from rlplus.train.learner.pretrained import make_scratch_model, write_model
 
 GSM8K = EXPERIMENTS.parent / "configs/compare/gsm8k.yaml"
 SIX = ("SFT+GRPO", "GRPO", "LUFFY", "ReLIFT", "p/p_ω", "RL-PLUS")

@@ -6,7 +6,7 @@ import pytest
 import yaml
 from run_files import MINIMAL
 
-from rlplus.config import commented_yaml, load_config, merged, write_new
+from rlplus.train.config import commented_yaml, load_config, merged, write_new
 
 
 def test_the_values_come_back(tmp_path: Path) -> None:

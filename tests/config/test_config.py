@@ -8,8 +8,8 @@ import pytest
 from pydantic import ValidationError
 from run_files import write_minimal
 
-from rlplus.algorithm import ALGORITHMS, Gate, Interleaved, Prefix, Refill, Shaping
-from rlplus.config import (
+from rlplus.train.algorithm import ALGORITHMS, Gate, Interleaved, Prefix, Refill, Shaping
+from rlplus.train.config import (
     AlgorithmConfig,
     Config,
     DataConfig,
@@ -21,7 +21,7 @@ from rlplus.config import (
     load_config,
     recorded_config,
 )
-from rlplus.reward import rules_of
+from rlplus.train.reward import rules_of
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
 

@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 from run_files import problems, write_minimal
 
-from rlplus.algorithm import ALGORITHMS
-from rlplus.config import load_config
-from rlplus.config.loading import _kinds, valid_keys
-from rlplus.loss.surrogates import EXTERNAL
+from rlplus.loss.objective.surrogates import EXTERNAL
+from rlplus.train.algorithm import ALGORITHMS
+from rlplus.train.config import load_config
+from rlplus.train.config.loading import _kinds, valid_keys
 
 VALIDATED = ["validation.every=5", "validation.data.path=validation.jsonl"]
 
@@ -314,7 +314,7 @@ def test_every_problem_gets_its_line(minimal: Path) -> None:
         ),
         (
             ["algorithm.recipe.name=math:sqrt"],
-            "^algorithm.recipe.name: want a subclass of rlplus.recipe.Recipe; math:sqrt is",
+            "^algorithm.recipe.name: want a subclass of rlplus.train.recipe.Recipe; math:sqrt is",
         ),
         (["algorithm.recipe.name=math:Sqrt"], "^algorithm.recipe.name: .*module 'math' has no attribute 'Sqrt'$"),
         (["algorithm.recipe.x=1"], "^algorithm.recipe.x: unknown key$"),

@@ -8,7 +8,7 @@ import huggingface_hub.constants
 import pytest
 from local_http import Handler, running
 
-from rlplus.config.path_checks import hub_problem
+from rlplus.train.config.path_checks import hub_problem
 
 CLOSED = "http://127.0.0.1:9"
 

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 from run_files import problems, write_minimal
 
-from rlplus.config import load_config
-from rlplus.config.ignored import RULES
+from rlplus.train.config import load_config
+from rlplus.train.config.ignored import RULES
 
 EVALUATED = ["evaluation.data.path=test.jsonl"]
 VALIDATED = ["validation.every=5", "validation.data.path=validation.jsonl"]

@@ -13,13 +13,13 @@ import yaml
 from jsonschema import Draft202012Validator
 from run_files import MINIMAL, write_minimal
 
-from rlplus.algorithm import ALGORITHMS, RECIPES
-from rlplus.compare.comparison_schema import json_schema as comparison_schema
-from rlplus.config import load_config
-from rlplus.config.json_schema import json_schema
-from rlplus.config.loading import read_yaml
 from rlplus.loss import Objective
-from rlplus.loss.objective import RANGES
+from rlplus.loss.objective.objective import RANGES
+from rlplus.tools.compare.comparison_schema import json_schema as comparison_schema
+from rlplus.train.algorithm import ALGORITHMS, RECIPES
+from rlplus.train.config import load_config
+from rlplus.train.config.json_schema import json_schema
+from rlplus.train.config.loading import read_yaml
 
 FOLDER = Path(__file__).parents[2] / "configs"
 CONFIGS = sorted([*FOLDER.glob("*.yaml"), *FOLDER.parent.glob("experiments/*.yaml")])

@@ -18,11 +18,11 @@ from engine_runs import model
 from run_files import MINIMAL, problems
 from trainer_runs import metrics, run_config
 
-from rlplus.cli import main
-from rlplus.config import load_config, load_stages
-from rlplus.learner import Policy
-from rlplus.trainer import open_run, step
-from rlplus.trainer.loop import train_step
+from rlplus.tools.cli import main
+from rlplus.train.config import load_config, load_stages
+from rlplus.train.learner import Policy
+from rlplus.train.trainer import open_run, step
+from rlplus.train.trainer.loop import train_step
 
 TWO: list[dict[str, Any]] = [
     {"algorithm": {"preset": "sft"}, "train": {"epochs": 3, "lr": 5e-5}},
@@ -185,7 +185,7 @@ def test_a_kill_in_the_second_stage_resumes_there(
         score(samples, *rest)
 
     with monkeypatch.context() as patch:
-        patch.setattr("rlplus.trainer.step.score", kill_in_the_second)
+        patch.setattr("rlplus.train.trainer.step.score", kill_in_the_second)
         assert main(["train", str(two_stages), f"output_dir={tmp_path / 'parts'}"]) == 143
     parts = tmp_path / "parts"
     assert (parts / "stage-2/checkpoints/latest").read_text() == "step-000001"
@@ -229,7 +229,7 @@ def test_a_kill_in_the_first_stage_resumes_there_and_goes_on(
         score(samples, *rest)
 
     with monkeypatch.context() as patch:
-        patch.setattr("rlplus.trainer.step.score", kill)
+        patch.setattr("rlplus.train.trainer.step.score", kill)
         assert main(["train", str(two_stages)]) == 143
     assert not (tmp_path / "run/stage-2").exists()
     assert main(["train", str(two_stages), "--resume"]) == 0

@@ -7,9 +7,9 @@ import pytest
 from pydantic import BaseModel
 
 from rlplus import Objective
-from rlplus.config import Config, valid_keys
-from rlplus.config.loading import _section
-from rlplus.config.synonyms import COMMON, OPENRLHF, TRL, VERL, WITHOUT, synonym
+from rlplus.train.config import Config, valid_keys
+from rlplus.train.config.loading import _section
+from rlplus.train.config.synonyms import COMMON, OPENRLHF, TRL, VERL, WITHOUT, synonym
 
 # train_ppo_ray of OpenRLHF: 0.11, at 3c3be623 of August 2026, and the flat names of 0.8.5 to 0.9.9.
 OPENRLHF_ARGUMENTS = """

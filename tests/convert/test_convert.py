@@ -10,13 +10,13 @@ import pytest
 import yaml
 from transformers import TrainingArguments
 
-from rlplus.algorithm import ALGORITHMS
-from rlplus.cli import main
-from rlplus.config import load_config
-from rlplus.config.synonyms import TRL, VERL, WITHOUT, ending
-from rlplus.convert import convert
-from rlplus.convert.trl_arguments import DEFAULTS as TRL_DEFAULTS
-from rlplus.convert.verl_overrides import DEFAULTS as VERL_DEFAULTS
+from rlplus.tools.cli import main
+from rlplus.tools.convert import convert
+from rlplus.tools.convert.trl_arguments import DEFAULTS as TRL_DEFAULTS
+from rlplus.tools.convert.verl_overrides import DEFAULTS as VERL_DEFAULTS
+from rlplus.train.algorithm import ALGORITHMS
+from rlplus.train.config import load_config
+from rlplus.train.config.synonyms import TRL, VERL, WITHOUT, ending
 
 SCRIPTS = Path(__file__).parent / "scripts"
 A, R, M = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout.", "actor_rollout_ref.model."
@@ -388,7 +388,7 @@ def at_home(name: str) -> bool:
 
 
 def test_presets_that_are_converted_to_exist() -> None:
-    from rlplus.convert.trl_arguments import LOSSES
-    from rlplus.convert.verl_overrides import MODES
+    from rlplus.tools.convert.trl_arguments import LOSSES
+    from rlplus.tools.convert.verl_overrides import MODES
 
     assert {preset for preset, _ in LOSSES.values()} | {*MODES.values(), "ppo"} <= ALGORITHMS.keys()

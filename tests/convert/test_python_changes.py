@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from rlplus.convert.python_script import read_python
+from rlplus.tools.convert.python_script import read_python
 
 HEAD = "import sys\nfrom trl import GRPOConfig, GRPOTrainer\nfrom peft import LoraConfig\n"
 MADE = "c = GRPOConfig(beta=1, seed=2, kwargs={'x': 1})\n"

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from rlplus.config.synonyms import TRL, WITHOUT
-from rlplus.convert import convert
-from rlplus.convert.names import READ, called
-from rlplus.convert.python_script import read_python
-from rlplus.convert.trl_arguments import DEFAULTS
+from rlplus.tools.convert import convert
+from rlplus.tools.convert.names import READ, called
+from rlplus.tools.convert.python_script import read_python
+from rlplus.tools.convert.trl_arguments import DEFAULTS
+from rlplus.train.config.synonyms import TRL, WITHOUT
 
 FOLDER = Path(__file__).parent / "scripts"
 HEAD = "import os\nfrom trl import GRPOConfig, GRPOTrainer\nfrom peft import LoraConfig\nFLAG = os.environ['FLAG']\n"

@@ -7,8 +7,8 @@ import processes
 import pytest
 from bash_scripts import BASH, VERL, runs
 
-from rlplus.convert.shell_changes import DECLARING, HARMLESS, RUNNING, SETTING
-from rlplus.convert.shell_script import OWN, read_shell
+from rlplus.tools.convert.shell_changes import DECLARING, HARMLESS, RUNNING, SETTING
+from rlplus.tools.convert.shell_script import OWN, read_shell
 
 pytestmark = pytest.mark.skipif(BASH is None, reason="bash is not installed")
 

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 from bash_scripts import BASH, VERL, passed
 
-from rlplus.config.synonyms import VERL as NAMES
-from rlplus.config.synonyms import WITHOUT
-from rlplus.convert import convert
-from rlplus.convert.shell_script import read_shell
-from rlplus.convert.verl_overrides import DEFAULTS
+from rlplus.tools.convert import convert
+from rlplus.tools.convert.shell_script import read_shell
+from rlplus.tools.convert.verl_overrides import DEFAULTS
+from rlplus.train.config.synonyms import VERL as NAMES
+from rlplus.train.config.synonyms import WITHOUT
 
 R = "actor_rollout_ref.rollout."
 FOLDER = Path(__file__).parent / "scripts"

@@ -16,12 +16,12 @@ from trainer_runs import metrics, run_config, write_task
 from transformers import AutoModelForCausalLM
 from update_cases import batch_of_samples, check_gradients, packed
 
-from rlplus.algorithm import ALGORITHMS
-from rlplus.config import Config, DataConfig, load_config
-from rlplus.data import byte_tokenizer, load_examples
-from rlplus.recipe import set_advantages
-from rlplus.trainer import open_run, train
-from rlplus.trainer.loop import train_step
+from rlplus.train.algorithm import ALGORITHMS
+from rlplus.train.config import Config, DataConfig, load_config
+from rlplus.train.data import byte_tokenizer, load_examples
+from rlplus.train.recipe import set_advantages
+from rlplus.train.trainer import open_run, train
+from rlplus.train.trainer.loop import train_step
 
 SCRIPT = Path(__file__).parents[2] / "examples/score_demonstrations.py"
 

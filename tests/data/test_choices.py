@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from rlplus.data.choices import hidden_choices
+from rlplus.train.data.choices import hidden_choices
 
 TEXTS = ["a planet", "a stone", "a comet", "a moon"]
 LAYOUTS: dict[str, tuple[str, Any, Any]] = {  # the column, its value, an answer that points at the second choice

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from rlplus.config import DataConfig, ModelConfig, ScratchModel, load_config
-from rlplus.data import (
+from rlplus.train.config import DataConfig, ModelConfig, ScratchModel, load_config
+from rlplus.train.data import (
     Example,
     LoadReport,
     byte_tokenizer,

@@ -12,10 +12,10 @@ from engine_runs import same, write_start
 from run_files import problems, write_minimal
 from trainer_runs import metrics, run_config
 
-from rlplus.config import Config, DataConfig
-from rlplus.data import Example, PromptSampler, byte_tokenizer, load_examples, variants
-from rlplus.trainer import train
-from rlplus.trainer.rollouts import Rollouts
+from rlplus.train.config import Config, DataConfig
+from rlplus.train.data import Example, PromptSampler, byte_tokenizer, load_examples, variants
+from rlplus.train.trainer import train
+from rlplus.train.trainer.rollouts import Rollouts
 
 SCRIPT = Path(__file__).parents[2] / "examples/score_demonstrations.py"
 

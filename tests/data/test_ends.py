@@ -10,8 +10,8 @@ from chat_templates import CHATML, FORGETFUL, TURNS
 from ending_models import END_OF_TURN, EOS, GEMMA, turn_tokenizer, write_chat_model
 from tokenizers import AddedToken
 
-from rlplus.config import DataConfig, EvaluationConfig, ModelConfig
-from rlplus.data import (
+from rlplus.train.config import DataConfig, EvaluationConfig, ModelConfig
+from rlplus.train.data import (
     byte_tokenizer,
     ends_text,
     find_ends,

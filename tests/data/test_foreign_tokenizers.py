@@ -8,11 +8,11 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from rlplus.config import DataConfig
-from rlplus.data import byte_tokenizer, read_examples
-from rlplus.data.prompts import RESPONSE_MARK, encode_prompts
-from rlplus.init import start
-from rlplus.plan import make_cluster
+from rlplus.tools.init import start
+from rlplus.tools.plan import make_cluster
+from rlplus.train.config import DataConfig
+from rlplus.train.data import byte_tokenizer, read_examples
+from rlplus.train.data.prompts import RESPONSE_MARK, encode_prompts
 
 KNOWN = {word: number for number, word in enumerate(("known", "<eos>", "prompt"))}
 
@@ -83,6 +83,6 @@ def test_init_refuses_them_too(
     tokenizer: PreTrainedTokenizerFast, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "config.json").write_text("{}")
-    monkeypatch.setattr("rlplus.init.columns.load_tokenizer", lambda *_: tokenizer)
+    monkeypatch.setattr("rlplus.tools.init.columns.load_tokenizer", lambda *_: tokenizer)
     with pytest.raises(ValueError, match=message):
         start(str(tmp_path), rows(tmp_path, prompt="unheard of"), make_cluster(1, "24g"))

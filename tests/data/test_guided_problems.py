@@ -15,11 +15,11 @@ import pytest
 from engine_runs import write_start
 from trainer_runs import metrics, run_config
 
-from rlplus.config import Config, load_config
-from rlplus.data import byte_tokenizer, load_examples
-from rlplus.rollout import Completion
-from rlplus.rollout.transformers_engine import TransformersEngine
-from rlplus.trainer import train
+from rlplus.train.config import Config, load_config
+from rlplus.train.data import byte_tokenizer, load_examples
+from rlplus.train.rollout import Completion
+from rlplus.train.rollout.transformers_engine import TransformersEngine
+from rlplus.train.trainer import train
 
 SCRIPT = Path(__file__).parents[2] / "examples/guide_hard_problems.py"
 TEMPLATE = "{prompt}|{demonstration}"

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from rlplus.config import DataConfig
-from rlplus.data import LoadReport, byte_tokenizer, load_examples
+from rlplus.train.config import DataConfig
+from rlplus.train.data import LoadReport, byte_tokenizer, load_examples
 
 USER = {"role": "user", "content": "1+1?"}
 SOLUTION = {"role": "assistant", "content": "It is 2."}

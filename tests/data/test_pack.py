@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from transformers import Qwen2Config, Qwen2Model
 from transformers.modeling_flash_attention_utils import prepare_fa_kwargs_from_position_ids
 
-from rlplus.data import (
+from rlplus.train.data import (
     MicroBatch,
     PromptSampler,
     Sample,

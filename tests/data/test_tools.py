@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from chat_templates import byte_turns
 
-from rlplus.config import DataConfig
-from rlplus.data import load_examples
+from rlplus.train.config import DataConfig
+from rlplus.train.data import load_examples
 
 TOOL = {"type": "function", "function": {"name": "add", "description": "Sum.", "parameters": {"type": "object"}}}
 

@@ -17,7 +17,7 @@ COMPLETE = """# 001. A title
 - Date: 2026-11-24
 - Status: accepted
 - Part: loss
-- Files: `rlplus/errors.py`,
+- Files: `rlplus/common/errors.py`,
   `kernels/`
 
 ## Decided
@@ -55,7 +55,7 @@ def test_references_name_a_decision() -> None:
         for path in paths
         for number in re.findall(r"\bdecision\s+(?:#\s*)?\[?(\d{3})\b", path.read_text(), re.IGNORECASE)
     ]
-    assert ("rlplus/loss/tokens.py", 3) in found
+    assert ("rlplus/loss/objective/tokens.py", 3) in found
     assert [place for place, number in found if not 1 <= number <= len(DECISIONS)] == []
 
 
@@ -69,7 +69,7 @@ def written(folder: Path, old: str, new: str, name: str = "001-a-title.md") -> P
 def test_a_head_is_read(tmp_path: Path) -> None:
     page = decision_pages.decision(written(tmp_path, "accepted", "superseded by 002"))
     assert page[1:6] == (1, "A title", date(2026, 11, 24), "superseded by 002", "loss")
-    assert page.files == ("rlplus/errors.py", "kernels/")
+    assert page.files == ("rlplus/common/errors.py", "kernels/")
 
 
 @pytest.mark.parametrize(

@@ -21,16 +21,16 @@ from torch.distributed.run import get_args_parser
 import rlplus
 from bench.__main__ import parse as parse_bench
 from bench.submit import parse as parse_submit
-from rlplus.algorithm import ALGORITHMS
-from rlplus.cli import parse
-from rlplus.cli.evaluate import evaluated
-from rlplus.compare import load_comparison
-from rlplus.compare.config import Setting
-from rlplus.config import load_stages
-from rlplus.config.json_schema import json_schema
-from rlplus.data import Sample
-from rlplus.loss.surrogates import INTERNAL
-from rlplus.recipe import Batch
+from rlplus.loss.objective.surrogates import INTERNAL
+from rlplus.tools.cli import parse
+from rlplus.tools.cli.evaluate import evaluated
+from rlplus.tools.compare import load_comparison
+from rlplus.tools.compare.config import Setting
+from rlplus.train.algorithm import ALGORITHMS
+from rlplus.train.config import load_stages
+from rlplus.train.config.json_schema import json_schema
+from rlplus.train.data import Sample
+from rlplus.train.recipe import Batch
 
 # in the site
 COMPARISONS = {f"compare/{path.stem}.html" for path in (ROOT / "experiments/compare/results").glob("*.json")}
@@ -239,14 +239,14 @@ def check_pytest(words: Sequence[str], folder: Path) -> None:
 def check_vllm(words: Sequence[str], folder: Path) -> None:
     """A server for rollouts, or one of a teacher, whose options are vLLM's alone: unchecked where that is missing."""
     if "--tokens-only" in words:
-        check_options(words, ROOT / "rlplus/rollout/server_engine.py")
+        check_options(words, ROOT / "rlplus/train/rollout/server_engine.py")
     elif spec := importlib.util.find_spec("vllm"):
         (place,) = spec.submodule_search_locations
         check_options(words, Path(place, "engine/arg_utils.py"))
 
 
 def check_sglang(words: Sequence[str], folder: Path) -> None:
-    check_options(words, ROOT / "rlplus/rollout/sglang_engine.py")
+    check_options(words, ROOT / "rlplus/train/rollout/sglang_engine.py")
 
 
 def nothing(words: Sequence[str], folder: Path) -> None:

@@ -13,7 +13,7 @@ import torch
 from public_data import GSM8K, OPENR1, write
 
 from examples import loss, prepare_data, train_minimal
-from rlplus.config import split_hub_path
+from rlplus.train.config import split_hub_path
 
 FOLDER = Path(__file__).parents[2] / "examples"
 

@@ -13,15 +13,17 @@ import yaml
 from head_cases import run, sample
 from run_files import MINIMAL
 
-from rlplus import reward
-from rlplus.config import Config, load_config
-from rlplus.lazy import import_function
-from rlplus.loss import Objective, backends, library, objective
+from rlplus.common.lazy import import_function
+from rlplus.loss import Objective, backends
 from rlplus.loss.backends import selection
-from rlplus.loss.surrogates import INTERNAL
-from rlplus.recipe import Recipe, make_recipe
-from rlplus.reward import Scorer
-from rlplus.rollout import Completion, Request, Response, Sampling, custom_engine, make_respond
+from rlplus.loss.objective import objective
+from rlplus.loss.objective.surrogates import INTERNAL
+from rlplus.loss.operations import library
+from rlplus.train import reward
+from rlplus.train.config import Config, load_config
+from rlplus.train.recipe import Recipe, make_recipe
+from rlplus.train.reward import Scorer
+from rlplus.train.rollout import Completion, Request, Response, Sampling, custom_engine, make_respond
 
 EXAMPLE = re.compile(r"^( *)# (\w+\.py), for `(.+)`\n(?:\1.*\n|\n)+", re.MULTILINE)
 

@@ -14,10 +14,10 @@ import pyarrow.parquet as pq
 import pytest
 from local_http import Handler, running
 
-from rlplus.config import BENCHMARKS, DataConfig, EvaluationConfig, ValidationConfig, benchmark_name
-from rlplus.data import byte_tokenizer, found_columns, load_examples, load_problems
-from rlplus.data.prompts import TEMPLATES
-from rlplus.reward.graders.choice import choice
+from rlplus.train.config import BENCHMARKS, DataConfig, EvaluationConfig, ValidationConfig, benchmark_name
+from rlplus.train.data import byte_tokenizer, found_columns, load_examples, load_problems
+from rlplus.train.data.prompts import TEMPLATES
+from rlplus.train.reward.graders.choice import choice
 
 TESTS = [{"input": "1", "output": "2", "testtype": "stdin"}, {"input": "3", "output": "4", "testtype": "stdin"}]
 PACKED = base64.b64encode(zlib.compress(pickle.dumps(json.dumps(TESTS[1:])))).decode()

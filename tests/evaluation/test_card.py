@@ -6,8 +6,8 @@ import yaml
 from trainer_runs import run_config
 
 from rlplus import __version__
-from rlplus.config import Config
-from rlplus.trainer.card import model_card
+from rlplus.train.config import Config
+from rlplus.train.trainer.card import model_card
 
 
 def parts(config: Config, best: dict[str, float] | None = None) -> tuple[dict[str, object], str]:

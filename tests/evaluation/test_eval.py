@@ -10,12 +10,12 @@ import processes
 import pytest
 from trainer_runs import by_torchrun, environment, run_config, write_task
 
-from rlplus.cli import main
-from rlplus.config import ScratchModel
-from rlplus.data import byte_tokenizer
-from rlplus.evaluation.output_folder import held
-from rlplus.learner.pretrained import make_scratch_model, write_model
-from rlplus.rollout.transformers_engine import TransformersEngine
+from rlplus.tools.cli import main
+from rlplus.train.config import ScratchModel
+from rlplus.train.data import byte_tokenizer
+from rlplus.train.evaluation.output_folder import held
+from rlplus.train.learner.pretrained import make_scratch_model, write_model
+from rlplus.train.rollout.transformers_engine import TransformersEngine
 
 
 def write_tiny(folder: Path, **scratch: int) -> str:
@@ -40,7 +40,7 @@ def test_lengths_fit_the_positions_of_the_model(tmp_path, monkeypatch, capsys):
 
     options = [model, "--data", "bench.jsonl", "rollout.engine=transformers", "model.dtype=float32"]
     with monkeypatch.context() as patch:
-        patch.setattr("rlplus.evaluation.evaluate_model", evaluates)
+        patch.setattr("rlplus.train.evaluation.evaluate_model", evaluates)
         given = [[], ["rollout.max_response_length=40"], ["evaluation.data.max_prompt_length=10"]]
         for lengths in given:
             assert main(["eval", *options, *lengths]) == 2
@@ -56,7 +56,7 @@ def test_a_signal_ends_an_evaluation_and_says_what_is_kept(tmp_path, monkeypatch
     rows = [{"prompt": f"{i}?", "answer": "1"} for i in range(6)]
     (tmp_path / "bench.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("rlplus.evaluation.sample._COMPLETIONS_A_CALL", 4)
+    monkeypatch.setattr("rlplus.train.evaluation.sample._COMPLETIONS_A_CALL", 4)
     options = ["rollout.engine=transformers", "rollout.max_response_length=4", "model.dtype=float32"]
     command = ["eval", write_tiny(tmp_path / "tiny"), "--data", "bench.jsonl", *options, "evaluation.samples=2"]
     run, drawn, generate = tmp_path / "runs/eval/tiny", [], TransformersEngine.generate
@@ -91,7 +91,7 @@ def test_a_model_is_evaluated_without_a_configuration(tmp_path, monkeypatch, cap
     rows += [{"data_source": "gpqa", "prompt": "A) x", "answer": "A"}]
     (tmp_path / "bench.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("rlplus.evaluation.sample._COMPLETIONS_A_CALL", 4)
+    monkeypatch.setattr("rlplus.train.evaluation.sample._COMPLETIONS_A_CALL", 4)
     short = ["rollout.engine=transformers", "rollout.max_response_length=4", "evaluation.data.answer=answer"]
     options = ["tiny", "--data", "bench.jsonl", *short, "evaluation.samples=2", "model.dtype=float32"]
     scored, generate = [], TransformersEngine.generate

@@ -17,15 +17,15 @@ from rich.console import Console
 from torch import Tensor
 from trainer_runs import run_config
 
-from rlplus.config import load_config
-from rlplus.data import Example, byte_tokenizer, load_problems, read_kept
-from rlplus.evaluation import Evaluation, evaluate, join, result_table
-from rlplus.evaluation.asked import model_identity
-from rlplus.evaluation.partial_samples import KeptCalls
-from rlplus.evaluation.sample import _calls
-from rlplus.evaluation.scorers import Scorers, reward_of
-from rlplus.reward import Score
-from rlplus.rollout import Completion, Request, Sampling, respond
+from rlplus.train.config import load_config
+from rlplus.train.data import Example, byte_tokenizer, load_problems, read_kept
+from rlplus.train.evaluation import Evaluation, evaluate, join, result_table
+from rlplus.train.evaluation.asked import model_identity
+from rlplus.train.evaluation.partial_samples import KeptCalls
+from rlplus.train.evaluation.sample import _calls
+from rlplus.train.evaluation.scorers import Scorers, reward_of
+from rlplus.train.reward import Score
+from rlplus.train.rollout import Completion, Request, Sampling, respond
 
 
 def test_save_and_load(tmp_path: Path) -> None:
@@ -121,7 +121,7 @@ def spell(tokens: Sequence[int]) -> str:
 
 @pytest.mark.parametrize("at_once", [4096, 8])
 def test_evaluate_counts(monkeypatch: pytest.MonkeyPatch, at_once: int) -> None:
-    monkeypatch.setattr("rlplus.evaluation.sample._COMPLETIONS_A_CALL", at_once)
+    monkeypatch.setattr("rlplus.train.evaluation.sample._COMPLETIONS_A_CALL", at_once)
     rights = [0, 3, 4, 1, 2]
     examples = [
         Example(index=10 + i, prompt=(right,), answer="1 9" if i != 4 else "2", demonstration=None)
@@ -173,7 +173,7 @@ def test_an_evaluation_tells_the_grader_what_was_cut_off_and_what_the_prompts_as
 @pytest.mark.parametrize("at_once", [4096, 13, 8, 1])
 def test_repeated_rows_are_one_problem_with_more_samples(monkeypatch: pytest.MonkeyPatch, at_once: int) -> None:
     """The prompt is asked once for all of its samples, so that they differ."""
-    monkeypatch.setattr("rlplus.evaluation.sample._COMPLETIONS_A_CALL", at_once)
+    monkeypatch.setattr("rlplus.train.evaluation.sample._COMPLETIONS_A_CALL", at_once)
     examples = [
         Example(index=index, prompt=(right,), answer="1 9", demonstration=None, rows=rows)
         for index, right, rows in [(0, 7, 3), (1, 2, 1), (5, 0, 2)]
@@ -220,7 +220,7 @@ def test_a_killed_evaluation_goes_on_where_it_stopped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Kept samples are not drawn again, and the result is the same; another evaluation's are not read."""
-    monkeypatch.setattr("rlplus.evaluation.sample._COMPLETIONS_A_CALL", 8)
+    monkeypatch.setattr("rlplus.train.evaluation.sample._COMPLETIONS_A_CALL", 8)
     problems = [
         Example(index=i, prompt=(right,), answer="1 9", demonstration=None) for i, right in enumerate([0, 3, 4, 1, 2])
     ]

@@ -11,13 +11,13 @@ import pytest
 from counted_evaluations import evaluation
 from trainer_runs import run_config, write_task
 
-from rlplus.cli import parse
-from rlplus.cli.evaluate import evaluated
-from rlplus.config import load_config
-from rlplus.data import Example
-from rlplus.evaluation import Evaluation, evaluate_model, load_results, save_results
-from rlplus.evaluation.asked import asked_of, differences, model_identity
-from rlplus.evaluation.output_folder import check_folder, held, others_in
+from rlplus.tools.cli import parse
+from rlplus.tools.cli.evaluate import evaluated
+from rlplus.train.config import load_config
+from rlplus.train.data import Example
+from rlplus.train.evaluation import Evaluation, evaluate_model, load_results, save_results
+from rlplus.train.evaluation.asked import asked_of, differences, model_identity
+from rlplus.train.evaluation.output_folder import check_folder, held, others_in
 
 
 def write_model_files(folder: Path, weights: bytes = bytes(2**21)) -> Path:

@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from rlplus.evaluation import Estimate, paired_difference, pass_at_k, pooled_pass_at, seeds_below
-from rlplus.evaluation.estimates import _draw, _of_own_problems, bootstrap
+from rlplus.train.evaluation import Estimate, paired_difference, pass_at_k, pooled_pass_at, seeds_below
+from rlplus.train.evaluation.estimates import _draw, _of_own_problems, bootstrap
 
 
 @pytest.mark.parametrize("n", [1, 2, 5, 8])
@@ -100,8 +100,8 @@ def test_intervals_do_not_depend_on_the_indices_held_at_a_time(monkeypatch: pyte
     seeds = [evaluation([0, 1, 5]), evaluation([8, 2, 4, 1, 7])]
     whole, values = pooled_pass_at(seeds, 4), [seed.values(4) for seed in seeds]
     means = _of_own_problems(values)  # two seeds have Student's t limits
-    monkeypatch.setattr("rlplus.evaluation.estimates._INDICES_AT_ONCE", at_once)
-    monkeypatch.setattr("rlplus.evaluation.estimates._WEIGHTS_KEPT", 0)
+    monkeypatch.setattr("rlplus.train.evaluation.estimates._INDICES_AT_ONCE", at_once)
+    monkeypatch.setattr("rlplus.train.evaluation.estimates._WEIGHTS_KEPT", 0)
     apart = pooled_pass_at(seeds, 4)
     assert (apart.low, apart.high) == pytest.approx((whole.low, whole.high), abs=1e-15)
     assert apart.mean == whole.mean

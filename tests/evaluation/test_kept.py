@@ -18,9 +18,10 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from trainer_runs import metrics, run_config
 from transformers import AutoModelForCausalLM
 
-from rlplus.cli import main
-from rlplus.config import Config
-from rlplus.data import (
+from rlplus.loss import group_advantages
+from rlplus.tools.cli import main
+from rlplus.train.config import Config
+from rlplus.train.data import (
     KeptSample,
     byte_tokenizer,
     drop_kept,
@@ -30,9 +31,8 @@ from rlplus.data import (
     token_texts,
     write_kept,
 )
-from rlplus.loss import group_advantages
-from rlplus.reward import Score
-from rlplus.trainer import provenance, train
+from rlplus.train.reward import Score
+from rlplus.train.trainer import provenance, train
 
 TOKENIZER = byte_tokenizer()
 
@@ -230,7 +230,7 @@ class Failing:
 
 
 def test_responses_on_which_the_grader_failed_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rlplus.trainer.run_parts.Scorer", Failing)
+    monkeypatch.setattr("rlplus.train.trainer.run_parts.Scorer", Failing)
     folder = train(config_of(tmp_path, train={"steps": 1}))
     samples = read_kept(folder / "samples/step-000001.parquet")
     failed = [one for one in samples if one.status == "timeout"]

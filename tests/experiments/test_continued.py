@@ -9,8 +9,8 @@ import pytest
 from comparisons import EXPERIMENTS, FILE, calls, launcher_in, prepared, written
 
 from experiments.continued import Continued, differing, go_on
-from rlplus.compare import BASE, Results, load_comparison, run_comparison
-from rlplus.errors import RunFailed
+from rlplus.common.errors import RunFailed
+from rlplus.tools.compare import BASE, Results, load_comparison, run_comparison
 
 
 def whole(folder: Path) -> Results:

@@ -33,12 +33,12 @@ from experiments.toy.task import (
     write_jsonl,
 )
 from rlplus.common.terminal import Terminal
-from rlplus.config import load_config
-from rlplus.data import load_examples, load_tokenizer
-from rlplus.evaluation import Estimate, Evaluation, save_results
-from rlplus.report import seeds_line
-from rlplus.reward import Scorer
-from rlplus.rollout import RunFailed
+from rlplus.tools.report import seeds_line
+from rlplus.train.config import load_config
+from rlplus.train.data import load_examples, load_tokenizer
+from rlplus.train.evaluation import Estimate, Evaluation, save_results
+from rlplus.train.reward import Scorer
+from rlplus.train.rollout import RunFailed
 
 
 def draw(rng: random.Random, length: int, exclude: Collection[Problem] = ()) -> Problem:

@@ -10,8 +10,8 @@ from trainer_runs import metrics
 from experiments.demo.demo_run import CONFIG
 from experiments.toy import prepare
 from experiments.toy.base_model import ToyBase
-from rlplus.config import load_config
-from rlplus.trainer import train
+from rlplus.train.config import load_config
+from rlplus.train.trainer import train
 
 SKILLED = ToyBase(first_share=1.0, scratchpad_share=1.0, scratchpad_slip=0.0)  # it always uses its scratchpad
 UNSKILLED = ToyBase(scratchpad_share=0.05, reads=True)

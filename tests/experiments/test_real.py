@@ -11,9 +11,9 @@ from comparisons import EXPERIMENTS
 
 from experiments.real import __main__ as real
 from experiments.real.compared_figure import draw, pass_at_1
-from rlplus.compare import BASE, Results, Runner, load_comparison
-from rlplus.config import load_config
-from rlplus.data import byte_tokenizer
+from rlplus.tools.compare import BASE, Results, Runner, load_comparison
+from rlplus.train.config import load_config
+from rlplus.train.data import byte_tokenizer
 
 PLANS = ("cpu", "gpu")
 CHAT = "{% for m in messages %}{{ m['content'] }}\n{% endfor %}"

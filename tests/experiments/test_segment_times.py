@@ -8,7 +8,7 @@ from plan_cases import PAPER, make_plan, paper
 
 from experiments import segment_times
 from experiments.segment_times import Engine, draw, main, make_engine, mean_age
-from rlplus.plan import make_cluster
+from rlplus.tools.plan import make_cluster
 
 PROMPT = 10
 WEIGHTS_ALONE = Engine(weights=6.0, cache=0.0, flop=0.0, slots=1, bandwidth=2.0, flops=1.0)

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from experiments.significance import finds_the_skill, holm, permutation_p, rows_of, table
-from rlplus.compare import BASE, Comparison, Outcome, Results
-from rlplus.evaluation import Evaluation
+from rlplus.tools.compare import BASE, Comparison, Outcome, Results
+from rlplus.train.evaluation import Evaluation
 
 SEEDS = 6
 COMPARISON = {

@@ -18,8 +18,8 @@ from experiments.real import steps, timed_trainers
 from experiments.real.boxed import ASKED, reward, rewards
 from experiments.real.steps import PHASES, Settings, Shape, never_sampled, parse, summary, table, with_work
 from experiments.real.timed_trainers import Clock, profiled, watch
-from rlplus.config import load_config
-from rlplus.data import byte_tokenizer
+from rlplus.train.config import load_config
+from rlplus.train.data import byte_tokenizer
 
 VOCABULARY = len(byte_tokenizer()) + 1
 ROWS = 8

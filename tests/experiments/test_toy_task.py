@@ -15,8 +15,8 @@ from experiments.toy import SET, prepare
 from experiments.toy.base_model import ToyBase
 from experiments.toy.task import Demonstrator, Problem, Task, make_tokenizer
 from rlplus.common.textfiles import file_name
-from rlplus.compare.prepared import TEST, TRAIN, VALIDATION
-from rlplus.data import KeptSample, write_kept
+from rlplus.tools.compare.prepared import TEST, TRAIN, VALIDATION
+from rlplus.train.data import KeptSample, write_kept
 
 
 def test_settings_with_one_base_have_the_same_model_and_problems(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from experiments.real import sft_noise, update_noise
 from experiments.real.update_noise import batch_of, distance, drawn, ended, gradient, measured, run
-from rlplus.data import Example
+from rlplus.train.data import Example
 
 TOKENS = 400
 

@@ -14,10 +14,10 @@ from experiments.toy.base_model import NOTE
 from experiments.words import SET, prepare, words_base
 from experiments.words.word_problems import Problem, draw, draw_many, make_tokenizer
 from experiments.words.words_base import WordsBase, careless
-from rlplus.compare import Runner, load_comparison
-from rlplus.compare.prepared import TEST, TRAIN, VALIDATION
-from rlplus.config import load_config
-from rlplus.reward.graders.exact import exact_match
+from rlplus.tools.compare import Runner, load_comparison
+from rlplus.tools.compare.prepared import TEST, TRAIN, VALIDATION
+from rlplus.train.config import load_config
+from rlplus.train.reward.graders.exact import exact_match
 
 TINY = WordsBase(hidden=64, layers=1, batch=2, clean_steps=1, careless_steps=1)
 EQUATION = re.compile(r"(\d+)([-+*/])(\d+)=(\d+)\.")

@@ -44,7 +44,7 @@ def test_the_kernel_is_loaded_beside_the_package_and_gives_the_same_bits(folder:
     assert found["names"] == sorted(rlplus.__all__)
     assert found["same"] == [True] * 6
     assert found["apart"]
-    assert found["module"] == f"{metadata['id']}.rlplus.loss.operations"
+    assert found["module"] == f"{metadata['id']}.rlplus.loss.operations.linear_losses"
     assert {"linear_policy_loss", "linear_logprob", "linear_divergence"} <= set(found["ops"])
     assert found["checked"] == str(variant / "rlplus" / "__init__.py")  # a self-check is of the kernel's own files
 
@@ -90,6 +90,6 @@ def test_a_folder_that_exists_is_refused(tmp_path: Path) -> None:
 
 
 def test_an_import_that_is_not_rewritten_is_refused() -> None:
-    code = "import build; build.portable('loss/a.py', 'import rlplus.errors', '_x')"
+    code = "import build; build.portable('loss/a.py', 'import rlplus.common.errors', '_x')"
     done = processes.run([sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": str(HUB)})
     assert "ValueError: want relative imports only; got another in loss/a.py, line 1" in done.stderr

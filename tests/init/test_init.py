@@ -6,16 +6,16 @@ from typing import Any
 import pytest
 from init_cases import init, installed_vllm, questions, tiny_model, written
 
-from rlplus.cli import main
-from rlplus.config import AlgorithmConfig, Config, ScratchModel, load_config, merged
-from rlplus.data import byte_tokenizer, load_examples, response_text
-from rlplus.init import start
-from rlplus.init.fitting import FULL, FULL_AT, LORA, TOKENS, find_fitting
-from rlplus.learner.pretrained import make_scratch_model, write_model
-from rlplus.plan import GIB, make_cluster, make_plan
-from rlplus.plan.data_report import plan_data
-from rlplus.plan.search import SCRATCH_MB
-from rlplus.reward import Scorer
+from rlplus.tools.cli import main
+from rlplus.tools.init import start
+from rlplus.tools.init.fitting import FULL, FULL_AT, LORA, TOKENS, find_fitting
+from rlplus.tools.plan import GIB, make_cluster, make_plan
+from rlplus.tools.plan.data_report import plan_data
+from rlplus.tools.plan.search import SCRATCH_MB
+from rlplus.train.config import AlgorithmConfig, Config, ScratchModel, load_config, merged
+from rlplus.train.data import byte_tokenizer, load_examples, response_text
+from rlplus.train.learner.pretrained import make_scratch_model, write_model
+from rlplus.train.reward import Scorer
 
 SEVEN = "Qwen/Qwen2.5-Math-7B"  # its architecture comes with rlplus
 
@@ -353,6 +353,6 @@ def test_wrong_options_are_refused_before_the_search(
     def searched(*arguments: object) -> None:
         raise AssertionError("the search began")
 
-    monkeypatch.setattr("rlplus.init.start", searched)
+    monkeypatch.setattr("rlplus.tools.init.start", searched)
     assert init("no-model", "no-data.jsonl", tmp_path / "run.yaml", *options) == 2
     assert message in capsys.readouterr().err

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-import rlplus.cli.train as command
-from rlplus.cli import main
-from rlplus.config import RolloutConfig, ScratchModel, check_engine, installed_vllm, load_config
-from rlplus.data import byte_tokenizer
-from rlplus.init.fitting import chosen_engine, tunings_for
-from rlplus.learner.pretrained import make_scratch_model, write_model
-from rlplus.plan import GIB, make_cluster
+import rlplus.tools.cli.train as command
+from rlplus.tools.cli import main
+from rlplus.tools.init.fitting import chosen_engine, tunings_for
+from rlplus.tools.plan import GIB, make_cluster
+from rlplus.train.config import RolloutConfig, ScratchModel, check_engine, installed_vllm, load_config
+from rlplus.train.data import byte_tokenizer
+from rlplus.train.learner.pretrained import make_scratch_model, write_model
 
 BUILDS = [None, "cpu", "gpu"]
 DATA: dict[str, list[dict[str, Any]]] = {
@@ -38,15 +38,15 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def be(monkeypatch: pytest.MonkeyPatch, build: str | None, gpu: bool) -> None:
     """Become a machine with that build of vLLM, and a GPU of 24 GiB or none."""
-    for place in ("rlplus.init.fitting.installed_vllm", "rlplus.config.engine_checks.installed_vllm"):
+    for place in ("rlplus.tools.init.fitting.installed_vllm", "rlplus.train.config.engine_checks.installed_vllm"):
         monkeypatch.setattr(place, lambda: build)
-    for place in ("torch.cuda.is_available", "rlplus.init.fitting.is_available"):
+    for place in ("torch.cuda.is_available", "rlplus.tools.init.fitting.is_available"):
         monkeypatch.setattr(place, lambda: gpu)
     monkeypatch.setattr("torch.cuda.device_count", lambda: int(gpu))
     monkeypatch.setattr("torch.cuda.current_device", lambda: 0)
     card = SimpleNamespace(name="a card", total_memory=24 * GIB)
     monkeypatch.setattr("torch.cuda.get_device_properties", lambda index: card)
-    monkeypatch.setattr("rlplus.plan.cluster._host_memory", lambda: 16 * GIB)
+    monkeypatch.setattr("rlplus.tools.plan.cluster._host_memory", lambda: 16 * GIB)
 
 
 @pytest.mark.parametrize(
@@ -105,8 +105,8 @@ def test_a_build_is_known_by_its_package(
             raise PackageNotFoundError(name)
         return versions[name]
 
-    monkeypatch.setattr("rlplus.config.engine_checks.version", version)
-    monkeypatch.setattr("rlplus.config.engine_checks.find_spec", lambda name: versions or None)
+    monkeypatch.setattr("rlplus.train.config.engine_checks.version", version)
+    monkeypatch.setattr("rlplus.train.config.engine_checks.find_spec", lambda name: versions or None)
     monkeypatch.setattr("sys.platform", "linux")
     monkeypatch.setenv("VLLM_TARGET_DEVICE", target)
     assert installed_vllm() == build

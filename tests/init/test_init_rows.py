@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 from init_cases import init, installed_vllm, questions, tiny_model, written
 
-from rlplus.config import load_config
-from rlplus.data import byte_tokenizer, load_examples, response_text
-from rlplus.init import start
-from rlplus.plan import make_cluster
-from rlplus.plan.data_report import plan_data
+from rlplus.tools.init import start
+from rlplus.tools.plan import make_cluster
+from rlplus.tools.plan.data_report import plan_data
+from rlplus.train.config import load_config
+from rlplus.train.data import byte_tokenizer, load_examples, response_text
 
 vllm_is_installed = installed_vllm
 model = tiny_model

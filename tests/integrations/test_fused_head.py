@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from rlplus import Objective, linear_logprob, policy_loss
 from rlplus.integrations.transformers import fuse_head, unfuse_head
-from rlplus.loss.causal_lm import LogitTransform
+from rlplus.loss.head.causal_lm import LogitTransform
 
 HEADS = [FAMILIES[i] for i in (0, 1, 5, 8, 16, 22)]  # plain, tied, bias, softcap, scale after, scale before the head
 
@@ -279,7 +279,7 @@ def test_under_zero3(tied: bool, policy: bool) -> None:
     deepspeed = pytest.importorskip("deepspeed")
     from deepspeed.utils import safe_get_full_grad
 
-    from rlplus.trainer.ranks import initialize_distributed
+    from rlplus.train.trainer.ranks import initialize_distributed
 
     changes = {"final_logit_softcapping": 1.5, "tie_word_embeddings": tied}
     plain = fuse_head(make("Gemma2", changes).float(), temperature=TEMPERATURE)

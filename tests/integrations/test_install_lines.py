@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from rlplus.cli import TRAIN
+from rlplus.tools.cli import TRAIN
 
 ROOT = Path(__file__).parents[2]
 DROP_INS = ROOT / "rlplus" / "integrations"

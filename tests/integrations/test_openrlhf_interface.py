@@ -10,7 +10,7 @@ import pytest
 import stub_modules
 from torch import Tensor, nn
 
-from rlplus.loss import logprob_library
+from rlplus.loss.operations import logprob_library
 
 NAME = "rlplus.integrations.openrlhf"
 RAY = ("openrlhf.trainer.ray.ppo_actor", "openrlhf.trainer.ray.launcher")

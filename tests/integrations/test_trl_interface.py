@@ -14,7 +14,7 @@ import trl_stub
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from rlplus import Objective, policy_loss
-from rlplus.data import byte_tokenizer
+from rlplus.train.data import byte_tokenizer
 
 ROWS = [
     {"prompt": p, "demonstration": d} for p, d in (("2+2=", "4"), ("abc?", "def"), ("none", None)) for _ in range(4)

@@ -35,7 +35,7 @@ from rlplus.loss import TokenConstants
 from rlplus.loss.backends import token_arguments
 from rlplus.loss.backends import triton as backend
 from rlplus.loss.backends.ways import Way
-from rlplus.loss.head import Head
+from rlplus.loss.head.head import Head
 
 N, V, H = 20, 4099, 64
 SMALL = 300  # vocabulary of the GEMMs

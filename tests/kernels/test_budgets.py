@@ -10,7 +10,8 @@ import torch
 from kernel_names import KERNELS
 
 import rlplus
-from rlplus.loss import cost, library, sampled_library
+from rlplus.loss.head import cost
+from rlplus.loss.operations import library, sampled_library
 
 KERNEL = {
     "arch": 90, "kernel": "_a_kernel", "variant": "bias", "aligned": True, "registers": 40, "spills": 0, "shared": 16,

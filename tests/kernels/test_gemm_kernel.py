@@ -18,7 +18,8 @@ from rlplus.kernels.row_values import WIDTH
 from rlplus.loss.backends import triton as backend
 from rlplus.loss.backends import ways
 from rlplus.loss.backends.ways import Way
-from rlplus.loss.head import FLOOR, Head
+from rlplus.loss.head.head import Head
+from rlplus.loss.objective.tokens import FLOOR
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 EPS = torch.finfo(torch.float32).eps

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from rlplus.kernels import exponentials as row_kernels
 from rlplus.kernels.tiling import Block
-from rlplus.loss.head import FLOOR
+from rlplus.loss.objective.tokens import FLOOR
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 EPS = torch.finfo(torch.float32).eps

@@ -9,8 +9,9 @@ from torch import Tensor
 
 from rlplus import Objective
 from rlplus.kernels import policy_loss as token_kernels
-from rlplus.loss import MISMATCH_STATS, STATS, TokenConstants, surrogates, token_loss
+from rlplus.loss import MISMATCH_STATS, STATS, TokenConstants, token_loss
 from rlplus.loss.backends import token_arguments
+from rlplus.loss.objective import surrogates
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 EPS = torch.finfo(torch.float32).eps

@@ -7,8 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlplus.data import MicroBatch, Sample, balance, pack
-from rlplus.data.packing import plan_micro_batches
+from rlplus.train.data import MicroBatch, Sample, balance, pack
+from rlplus.train.data.packing import plan_micro_batches
 
 ROW, BUDGET = 20, 40
 

@@ -13,12 +13,12 @@ from transformers import AutoConfig, Gemma3TextConfig, Qwen2VLConfig
 from transformers.models.llama import modeling_llama
 from update_cases import batch_of_samples
 
-from rlplus.config import ModelConfig
-from rlplus.learner import ValueModel, make_micro_batches
-from rlplus.learner.dropout import dropout_fields, without_dropout
-from rlplus.learner.policy import Policy
-from rlplus.learner.pretrained import load_model
-from rlplus.trainer import open_run
+from rlplus.train.config import ModelConfig
+from rlplus.train.learner import ValueModel, make_micro_batches
+from rlplus.train.learner.dropout import dropout_fields, without_dropout
+from rlplus.train.learner.policy import Policy
+from rlplus.train.learner.pretrained import load_model
+from rlplus.train.trainer import open_run
 
 GPT2 = {"n_embd": 32, "n_layer": 2, "n_head": 2}
 FAMILIES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [

@@ -16,14 +16,14 @@ from torch import nn
 from trainer_runs import metrics, run_config
 from transformers import AttentionInterface, AutoModelForCausalLM, Gemma2Config, Lfm2Config, Lfm2ForCausalLM
 
-from rlplus import checkpoint
-from rlplus.config import Config, ScratchModel
-from rlplus.data import byte_tokenizer
-from rlplus.learner.adapters import add_adapters, merged_weights, without_adapters
-from rlplus.learner.pretrained import _apply_liger, make_scratch_model, weights_fingerprint
-from rlplus.learner.sequence import SequenceGroup
-from rlplus.recipe import set_advantages
-from rlplus.trainer import open_run, run_parts, train
+from rlplus.train import checkpoint
+from rlplus.train.config import Config, ScratchModel
+from rlplus.train.data import byte_tokenizer
+from rlplus.train.learner.adapters import add_adapters, merged_weights, without_adapters
+from rlplus.train.learner.pretrained import _apply_liger, make_scratch_model, weights_fingerprint
+from rlplus.train.learner.sequence import SequenceGroup
+from rlplus.train.recipe import set_advantages
+from rlplus.train.trainer import open_run, run_parts, train
 
 LORA = {"rank": 4, "alpha": 8.0}
 
@@ -115,7 +115,7 @@ def test_liger_gets_the_layers_and_never_the_loss(monkeypatch: pytest.MonkeyPatc
     for name in ("liger_kernel", "liger_kernel.transformers"):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
     monkeypatch.setitem(sys.modules, liger.__name__, liger)
-    monkeypatch.setattr("rlplus.learner.pretrained.find_spec", lambda name: object())
+    monkeypatch.setattr("rlplus.train.learner.pretrained.find_spec", lambda name: object())
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     lm = make_scratch_model(ScratchModel(), byte_tokenizer(), 0)
     _apply_liger(lm)

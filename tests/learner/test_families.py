@@ -9,10 +9,10 @@ from causal_lms import EXPERT_FAMILIES, FAMILIES, config_of, make
 from torch import Tensor
 from trainer_runs import run_config
 
-from rlplus.data import MicroBatch
-from rlplus.learner.packed_model import PackedModel
-from rlplus.learner.pretrained import MIXES
-from rlplus.plan import make_cluster, make_plan
+from rlplus.tools.plan import make_cluster, make_plan
+from rlplus.train.data import MicroBatch
+from rlplus.train.learner.packed_model import PackedModel
+from rlplus.train.learner.pretrained import MIXES
 
 CASES = [(family, changes) for family, changes, _ in FAMILIES]
 ONE, OTHER = [5, 9, 12, 30], [31, 22, 8, 17]

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from thread_ranks import together
 from torch import nn
 
-from rlplus.learner import moving_average
-from rlplus.learner.moving_average import MovingAverage, _part
+from rlplus.train.learner import moving_average
+from rlplus.train.learner.moving_average import MovingAverage, _part
 
 BF16 = {"matrix": (7, 9), "one": (1,), "none": (0,), "scalar": (), "large": (50, 4), "small": (2, 2)}
 FP32 = {"gate": (5,), "bias": (3, 2)}

@@ -8,11 +8,11 @@ import torch
 from engine_runs import same
 from trainer_runs import metrics, run_config
 
-from rlplus.config import Config
-from rlplus.learner.policy import Policy
-from rlplus.rollout import RunFailed
-from rlplus.rollout.transformers_engine import TransformersEngine
-from rlplus.trainer import train
+from rlplus.train.config import Config
+from rlplus.train.learner.policy import Policy
+from rlplus.train.rollout import RunFailed
+from rlplus.train.rollout.transformers_engine import TransformersEngine
+from rlplus.train.trainer import train
 
 KL = {"preset": "grpo", "objective": {"kl_coef": 0.5, "mismatch_cap": 1.0}}
 
@@ -25,7 +25,7 @@ def some_right(monkeypatch: pytest.MonkeyPatch) -> None:
         for i, sample in enumerate(samples):
             sample.reward = float(sample.external or i % 2)
 
-    monkeypatch.setattr("rlplus.trainer.step.score", draw_rewards)
+    monkeypatch.setattr("rlplus.train.trainer.step.score", draw_rewards)
 
 
 def two_updates(folder: Any, output: str, **sections: Any) -> Config:
@@ -52,7 +52,7 @@ def test_only_later_updates_have_a_pass_of_their_own(
 
     monkeypatch.setattr(Policy, "logprob", counted)
     monkeypatch.setattr(Policy, "accumulate", recorded)
-    monkeypatch.setattr("rlplus.trainer.engine.SyncedEngine._probe", lambda engine: (torch.zeros(1), []))
+    monkeypatch.setattr("rlplus.train.trainer.engine.SyncedEngine._probe", lambda engine: (torch.zeros(1), []))
     monkeypatch.setattr(Policy, "nonfinite", lambda policy: "", raising=False)
     changes = {"steps": 1, "prompts_per_update": prompts_per_update}
     train(two_updates(tmp_path, "run", algorithm=algorithm, train=changes))
@@ -106,7 +106,7 @@ def test_the_gap_of_every_update_is_checked_before_the_first(
         return answers
 
     monkeypatch.setattr(TransformersEngine, "generate", skewed)
-    monkeypatch.setattr("rlplus.trainer.engine.PROBES", 3)
+    monkeypatch.setattr("rlplus.train.trainer.engine.PROBES", 3)
     config = two_updates(tmp_path, "run")
     steps: list[Any] = []
     monkeypatch.setattr(Policy, "step", lambda policy, *_: steps.append(policy))

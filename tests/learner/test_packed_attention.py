@@ -12,11 +12,11 @@ from torch import Tensor
 from trainer_runs import run_config
 from transformers import AttentionInterface, PreTrainedModel
 
-from rlplus.data import MicroBatch, Sample, pack
-from rlplus.learner import packed_attention
-from rlplus.learner.packed_attention import LONG_ROW, takes_spans
-from rlplus.learner.packed_model import PackedModel
-from rlplus.trainer import train
+from rlplus.train.data import MicroBatch, Sample, pack
+from rlplus.train.learner import packed_attention
+from rlplus.train.learner.packed_attention import LONG_ROW, takes_spans
+from rlplus.train.learner.packed_model import PackedModel
+from rlplus.train.trainer import train
 
 LENGTHS = (9, 4, 13, 6, 3)
 WINDOWS = {"layer_types": ["sliding_attention", "full_attention"], "use_sliding_window": True, "sliding_window": 4}

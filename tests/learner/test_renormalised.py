@@ -13,10 +13,10 @@ from transformers import AutoModelForCausalLM
 from update_cases import batch_of_samples, check_gradients, dropped, naive_gradients, packed
 
 from rlplus.common.kept_sets import KeptSets
-from rlplus.data import Sample, pack
-from rlplus.learner import by_sample
-from rlplus.recipe import set_advantages
-from rlplus.trainer import Run, open_run
+from rlplus.train.data import Sample, pack
+from rlplus.train.learner import by_sample
+from rlplus.train.recipe import set_advantages
+from rlplus.train.trainer import Run, open_run
 
 TEMPERATURE = 0.7
 

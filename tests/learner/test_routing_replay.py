@@ -14,9 +14,9 @@ from torch import Tensor
 from update_cases import batch_of_samples
 
 from rlplus.common.chosen_experts import joined, small_type
-from rlplus.data import MicroBatch, Sample, pack
-from rlplus.learner.packed_model import PackedModel
-from rlplus.rollout.expert_routing import routers_of
+from rlplus.train.data import MicroBatch, Sample, pack
+from rlplus.train.learner.packed_model import PackedModel
+from rlplus.train.rollout.expert_routing import routers_of
 
 WAYS = {"masks": {}, "apart": {"masks": False}, "checkpointing": {"checkpointing": True}}
 

@@ -11,11 +11,11 @@ from plan_cases import QWEN_7B, make_plan, paper
 from trainer_runs import metrics, on_ranks, run_config
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from rlplus.data import byte_tokenizer
-from rlplus.learner.deepspeed_settings import check_sharded_head
-from rlplus.plan import make_cluster
-from rlplus.plan.memory import head_tokens
-from rlplus.trainer import train
+from rlplus.tools.plan import make_cluster
+from rlplus.tools.plan.memory import head_tokens
+from rlplus.train.data import byte_tokenizer
+from rlplus.train.learner.deepspeed_settings import check_sharded_head
+from rlplus.train.trainer import train
 
 
 def model(**changes: Any) -> Qwen2ForCausalLM:
@@ -78,12 +78,12 @@ import torch
 import torch.distributed as dist
 from rank_cases import own_samples
 from plan_cases import everything_known, real_storages
-from rlplus.config import load_config
-from rlplus.learner import make_micro_batches
-from rlplus.learner.policy import Policy
-from rlplus.learner.pretrained import prepare_model
-from rlplus.plan.activations import Meter
-from rlplus.trainer.ranks import initialize_distributed
+from rlplus.train.config import load_config
+from rlplus.train.learner import make_micro_batches
+from rlplus.train.learner.policy import Policy
+from rlplus.train.learner.pretrained import prepare_model
+from rlplus.tools.plan.activations import Meter
+from rlplus.train.trainer.ranks import initialize_distributed
 
 initialize_distributed()
 peaks = []

@@ -11,11 +11,11 @@ from engine_runs import changed, launched, write_start
 from safetensors.torch import load_file, save_file
 from trainer_runs import run_config
 
-from rlplus.config import Config
-from rlplus.data import byte_tokenizer
-from rlplus.evaluation import evaluate_model
-from rlplus.learner import write_pretrained
-from rlplus.trainer import open_run
+from rlplus.train.config import Config
+from rlplus.train.data import byte_tokenizer
+from rlplus.train.evaluation import evaluate_model
+from rlplus.train.learner import write_pretrained
+from rlplus.train.trainer import open_run
 
 NAME = "model.layers.1.self_attn.q_proj.weight"
 

@@ -17,13 +17,13 @@ from trainer_runs import metrics, run_config
 from transformers import AutoModelForCausalLM
 from update_cases import batch_of_samples, check_gradients, naive_gradients, packed
 
-from rlplus.algorithm import ALGORITHMS, Algorithm
-from rlplus.checkpoint import random_state, set_random_state
-from rlplus.data import MicroBatch, PromptSampler, Sample
-from rlplus.recipe import set_advantages
-from rlplus.rollout import RunFailed
-from rlplus.trainer import Run, open_run, train
-from rlplus.trainer.rollouts import Rollouts
+from rlplus.train.algorithm import ALGORITHMS, Algorithm
+from rlplus.train.checkpoint import random_state, set_random_state
+from rlplus.train.data import MicroBatch, PromptSampler, Sample
+from rlplus.train.recipe import set_advantages
+from rlplus.train.rollout import RunFailed
+from rlplus.train.trainer import Run, open_run, train
+from rlplus.train.trainer.rollouts import Rollouts
 
 
 @pytest.fixture(scope="module")

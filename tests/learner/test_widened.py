@@ -8,10 +8,10 @@ import torch
 from causal_lms import FAMILIES, make
 from torch import Tensor
 
-from rlplus.config import LoraConfig
-from rlplus.learner.adapters import add_adapters
-from rlplus.learner.widened import widened
-from rlplus.loss.causal_lm import body_of
+from rlplus.loss.head.causal_lm import body_of
+from rlplus.train.config import LoraConfig
+from rlplus.train.learner.adapters import add_adapters
+from rlplus.train.learner.widened import widened
 
 CASES = [(family, changes) for family, changes, _ in FAMILIES if family != "Mamba"]
 IDS = torch.arange(3, 43)[None]

@@ -14,11 +14,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from rlplus import linear_logprob, linear_policy_loss
 from rlplus.kernels import scale
-from rlplus.loss import verdicts
 from rlplus.loss.backends import chunked, selection
 from rlplus.loss.backends import triton as triton_backend
 from rlplus.loss.backends.selection import Choice, choose
-from rlplus.loss.verdicts import Verdict
+from rlplus.loss.guard import verdicts
+from rlplus.loss.guard.verdicts import Verdict
 
 CUDA = torch.device("cuda", 0)
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64

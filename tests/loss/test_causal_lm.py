@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from rlplus import head_of
-from rlplus.loss.causal_lm import LogitTransform, logit_transform
+from rlplus.loss.head.causal_lm import LogitTransform, logit_transform
 
 
 @pytest.mark.parametrize(

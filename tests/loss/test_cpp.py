@@ -13,7 +13,7 @@ from torch import Tensor
 from rlplus import Objective, linear_logprob, linear_policy_loss
 from rlplus.loss.backends import cpp, native
 from rlplus.loss.backends.selection import choose
-from rlplus.loss.head import Head
+from rlplus.loss.head.head import Head
 
 pytestmark = pytest.mark.skipif(native.load() is None, reason="rlplus/_C.so is not built")
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16

@@ -10,11 +10,11 @@ from torch import Tensor
 from update_cases import batch_of_samples
 
 from rlplus import batch_advantages, group_advantages, policy_loss, token_weights
-from rlplus.algorithm import ALGORITHMS
-from rlplus.algorithm.critic_formulas import generalized_advantages
-from rlplus.algorithm.prime_formulas import process_advantages
-from rlplus.loss.objective import AdvantageEstimator
-from rlplus.recipe import set_advantages
+from rlplus.loss.objective.objective import AdvantageEstimator
+from rlplus.train.algorithm import ALGORITHMS
+from rlplus.train.algorithm.critic_formulas import generalized_advantages
+from rlplus.train.algorithm.prime_formulas import process_advantages
+from rlplus.train.recipe import set_advantages
 
 GROUPS = torch.tensor([0] * 3 + [1] * 7 + [2] * 11)
 REWARDS = torch.rand(21, generator=torch.Generator().manual_seed(1), dtype=torch.float64)

@@ -11,9 +11,9 @@ from two_heads import DEVICE, KINDS, LEAVES, check, closed, nearly_sure, of_logi
 
 import rlplus
 from rlplus import linear_divergence
-from rlplus.loss import library
 from rlplus.loss.backends import chunked, native
-from rlplus.loss.head import Head
+from rlplus.loss.head.head import Head
+from rlplus.loss.operations import library
 
 BACKENDS = ["reference", "torch", "triton"]
 EVERY = pytest.mark.parametrize("backend", only(BACKENDS[:2], BACKENDS))  # many calls of interpreted kernels

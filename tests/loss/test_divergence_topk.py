@@ -24,9 +24,9 @@ from two_heads import (
 )
 
 from rlplus import linear_divergence
-from rlplus.loss import library
 from rlplus.loss.backends import chunked
-from rlplus.loss.head import Head
+from rlplus.loss.head.head import Head
+from rlplus.loss.operations import library
 
 BACKENDS = ["reference", "torch"]
 EVERY = pytest.mark.parametrize("backend", BACKENDS)

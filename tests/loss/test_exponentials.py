@@ -23,10 +23,10 @@ from rlplus.bench.cases import Head as SampledHead
 from rlplus.bench.cases import Inputs
 from rlplus.kernels import exponentials
 from rlplus.kernels.tiling import TILES, Tile
-from rlplus.loss import cost
 from rlplus.loss.backends import triton as backend
 from rlplus.loss.backends import ways
-from rlplus.loss.head import Head
+from rlplus.loss.head import cost
+from rlplus.loss.head.head import Head
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32

@@ -14,13 +14,13 @@ from transformers import CohereConfig, CohereForCausalLM, Gemma2Config, Gemma2Fo
 from update_cases import batch_of_samples, naive_gradients, packed
 
 from rlplus import Objective, RLPlusLoss, linear_logprob, linear_policy_loss
-from rlplus.config import ModelConfig
-from rlplus.data import byte_tokenizer
-from rlplus.learner.pretrained import load_model
 from rlplus.loss.backends import native
-from rlplus.loss.head import Head
-from rlplus.recipe import set_advantages
-from rlplus.trainer import open_run
+from rlplus.loss.head.head import Head
+from rlplus.train.config import ModelConfig
+from rlplus.train.data import byte_tokenizer
+from rlplus.train.learner.pretrained import load_model
+from rlplus.train.recipe import set_advantages
+from rlplus.train.trainer import open_run
 
 EACH = [
     pytest.param({"logit_scale": 0.25}, id="scale"),

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from rlplus import Objective, policy_loss
-from rlplus.algorithm import ALGORITHMS
+from rlplus.train.algorithm import ALGORITHMS
 
 EXACT = {"rtol": 1e-12, "atol": 1e-13}
 EVERYTHING = Objective("clip", "mis", **FEATURES["all"])

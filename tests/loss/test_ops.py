@@ -10,8 +10,8 @@ from head_cases import EVERYTHING, H, check_precision, closed, on_policy, run, s
 from torch import Tensor
 
 from rlplus import Objective, linear_logprob, linear_policy_loss
-from rlplus.loss import library
 from rlplus.loss.backends import native
+from rlplus.loss.operations import library
 
 SCRATCH = {"one row": 1e-9, "few rows": 5 * 16 * 23e-6, "all rows": None}  # MB, for 23 tokens of vocabulary in fp64
 BACKENDS = [("reference", None), *(("torch", mb) for mb in SCRATCH.values())]
@@ -56,7 +56,7 @@ def test_every_backend_and_chunk_size_matches_the_closed_form(backend: str, max_
 def test_low_precision_inputs_keep_the_errors_of_fp32(
     backend: str, max_scratch_mb: float | None, dtype: torch.dtype, objective: Objective, monkeypatch: Any
 ) -> None:
-    monkeypatch.setattr("rlplus.loss.head.VOCABULARY_BLOCK", 16)  # several blocks of the vocabulary
+    monkeypatch.setattr("rlplus.loss.head.head.VOCABULARY_BLOCK", 16)  # several blocks of the vocabulary
     head, constants = sample(23, V=61, dtype=dtype)
     got = run(head, constants, objective, backend=backend, max_scratch_mb=max_scratch_mb)
     check_precision(got, head, constants, objective)

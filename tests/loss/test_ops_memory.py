@@ -8,9 +8,10 @@ from head_cases import EVERYTHING, H, closed, sample, to
 from quick import pairs
 
 from rlplus import linear_policy_loss
-from rlplus.loss import TokenConstants, library
+from rlplus.loss import TokenConstants
 from rlplus.loss.backends import native
-from rlplus.loss.op_arguments import Options, pack
+from rlplus.loss.operations import library
+from rlplus.loss.operations.op_arguments import Options, pack
 
 CPP = pytest.param("cpp", marks=pytest.mark.skipif(native.load() is None, reason="rlplus/_C.so is not built"))
 BACKENDS = ["torch", CPP, "triton"]

@@ -6,7 +6,7 @@ from closed_form import FEATURES, all_objectives, sample_constants
 
 from rlplus import Objective
 from rlplus.loss import TokenConstants, token_loss
-from rlplus.loss.tokens import may_have_gradient
+from rlplus.loss.objective.tokens import may_have_gradient
 
 N = 400
 

@@ -11,9 +11,9 @@ from head_cases import EVERYTHING, run, sample, tensors
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rlplus import linear_logprob
-from rlplus.loss import library
 from rlplus.loss.backends import reference
-from rlplus.loss.precision import full_precision
+from rlplus.loss.guard.precision import full_precision
+from rlplus.loss.operations import library
 
 CUDA, CPU = torch.backends.cuda.matmul, torch.backends.mkldnn.matmul
 

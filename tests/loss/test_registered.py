@@ -11,7 +11,7 @@ from torch import Tensor
 from rlplus import Objective, linear_policy_loss, policy_loss, register_token_loss
 from rlplus.loss import TokenConstants
 from rlplus.loss.backends import native
-from rlplus.loss.surrogates import INTERNAL
+from rlplus.loss.objective.surrogates import INTERNAL
 
 CPP = pytest.param("cpp", marks=pytest.mark.skipif(native.load() is None, reason="rlplus/_C.so is not built"))
 MODULE = """

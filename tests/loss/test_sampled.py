@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from rlplus import Objective, RLPlusLoss, linear_logprob, linear_policy_loss
-from rlplus.loss import sampled_library
 from rlplus.loss.backends import native
 from rlplus.loss.backends.sampled import MOST
+from rlplus.loss.operations import sampled_library
 
 CPP = pytest.param("cpp", marks=pytest.mark.skipif(native.load() is None, reason="rlplus/_C.so is not built"))
 DEVICE = {"triton": "cuda" if torch.cuda.is_available() else "cpu"}

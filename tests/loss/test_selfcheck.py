@@ -21,14 +21,15 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
-from rlplus.errors import one_line
+from rlplus.common.errors import one_line
 from rlplus.kernels import tiling
 from rlplus.kernels.tiling import Block
-from rlplus.loss import cost, linear_policy_loss, selfcheck
+from rlplus.loss import linear_policy_loss, selfcheck
 from rlplus.loss.backends import chunked
 from rlplus.loss.backends import triton as backend
 from rlplus.loss.backends.ways import Way, chunk_rows
-from rlplus.loss.head import Head
+from rlplus.loss.head import cost
+from rlplus.loss.head.head import Head
 
 CPU = torch.device("cpu")
 H = 8

@@ -9,8 +9,8 @@ from head_cases import sample
 from torch import Tensor
 
 from rlplus import linear_logprob
-from rlplus.loss import logprob_library
 from rlplus.loss.backends import chunked, cpp, native, triton_chunks
+from rlplus.loss.operations import logprob_library
 
 CPP = pytest.param("cpp", marks=pytest.mark.skipif(native.load() is None, reason="rlplus/_C.so is not built"))
 DEVICE = {"triton": "cuda" if torch.cuda.is_available() else "cpu"}

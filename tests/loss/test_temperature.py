@@ -18,7 +18,7 @@ from rlplus.kernels.tiling import Block
 from rlplus.loss.backends import triton as triton_backend
 from rlplus.loss.backends import ways
 from rlplus.loss.backends.ways import Way
-from rlplus.loss.head import Head as OpHead
+from rlplus.loss.head.head import Head as OpHead
 
 N, V = 15, 41
 FEW_ROWS = 6 * V * 12e-6  # MB

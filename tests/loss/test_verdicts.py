@@ -17,8 +17,8 @@ import processes
 import pytest
 import torch
 
-from rlplus.loss import verdicts
-from rlplus.loss.verdicts import Verdict, run_check
+from rlplus.loss.guard import verdicts
+from rlplus.loss.guard.verdicts import Verdict, run_check
 
 PASSED = Verdict("passed", "")
 REFUSED = Verdict("refused", "dweight is not finite")
@@ -257,7 +257,7 @@ def test_versions_follow_the_sources(tmp_path: Path, monkeypatch: pytest.MonkeyP
     package = Path(verdicts.__file__).parent.parent
     for name in ("kernels", "loss"):
         shutil.copytree(package / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
-    monkeypatch.setattr(verdicts, "__file__", str(tmp_path / "loss/verdicts.py"))
+    monkeypatch.setattr(verdicts, "__file__", str(tmp_path / "loss/guard/verdicts.py"))
     measure = verdicts.versions.__wrapped__
     assert measure() == verdicts.versions()
     seen = {measure()["kernels"]}

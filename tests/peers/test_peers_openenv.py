@@ -11,9 +11,9 @@ import pytest
 from chat_templates import byte_turns
 from said_texts import Saying
 
-from rlplus.config import EnvironmentConfig
-from rlplus.data import Example
-from rlplus.rollout import Request, RunFailed, Sampling, make_respond
+from rlplus.train.config import EnvironmentConfig
+from rlplus.train.data import Example
+from rlplus.train.rollout import Request, RunFailed, Sampling, make_respond
 
 pytestmark = pytest.mark.peers
 pytest.importorskip("openenv")

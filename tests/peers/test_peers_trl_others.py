@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from rlplus import Objective, policy_loss
-from rlplus.data import byte_tokenizer
+from rlplus.train.data import byte_tokenizer
 
 pytest.importorskip("trl")
 

@@ -10,15 +10,15 @@ from plan_cases import CONFIGS, IN_BF16, PAPER, PROCESS, QWEN_7B, make_plan, pap
 from rich.console import Console
 from trainer_runs import run_config, write_task
 
-from rlplus.cli import main
-from rlplus.config import load_config, load_stages, with_first_model
-from rlplus.loss.library import implementation
-from rlplus.plan import GIB, GPUS, MOMENTS, Cluster, make_cluster, read_model, this_cluster
-from rlplus.plan.cluster import Gpu
-from rlplus.plan.memory import estimate_memory, head_scratch, head_tokens
-from rlplus.plan.plan_text import show
-from rlplus.plan.planned_model import packed_shape
-from rlplus.plan.speed import estimate_seconds
+from rlplus.loss.operations.library import implementation
+from rlplus.tools.cli import main
+from rlplus.tools.plan import GIB, GPUS, MOMENTS, Cluster, make_cluster, read_model, this_cluster
+from rlplus.tools.plan.cluster import Gpu
+from rlplus.tools.plan.memory import estimate_memory, head_scratch, head_tokens
+from rlplus.tools.plan.plan_text import show
+from rlplus.tools.plan.planned_model import packed_shape
+from rlplus.tools.plan.speed import estimate_seconds
+from rlplus.train.config import load_config, load_stages, with_first_model
 
 
 def test_parameters_are_exact():
@@ -339,7 +339,7 @@ def test_any_size_of_memory_is_a_gpu(size):
 
 def test_a_container_has_the_memory_that_its_control_group_allows(tmp_path, monkeypatch):
     limit = tmp_path / "memory.max"
-    monkeypatch.setattr("rlplus.plan.cluster.CGROUP_LIMITS", (tmp_path / "none", limit))
+    monkeypatch.setattr("rlplus.tools.plan.cluster.CGROUP_LIMITS", (tmp_path / "none", limit))
     limit.write_text("max\n")
     machine = this_cluster(config := run_config(tmp_path)).gpu.memory
     limit.write_text("1048576\n")

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 from trainer_runs import run_config, write_task
 
-from rlplus.cli import main
-from rlplus.config import Config
-from rlplus.plan.data_report import Lengths, plan_data
-from rlplus.trainer import open_run, train
+from rlplus.tools.cli import main
+from rlplus.tools.plan.data_report import Lengths, plan_data
+from rlplus.train.config import Config
+from rlplus.train.trainer import open_run, train
 
 
 def write_rows(folder: Path, rows: list[dict[str, Any]]) -> str:
@@ -189,5 +189,5 @@ def test_stages_are_planned_with_their_data(tmp_path: Path, capsys: pytest.Captu
 
 def test_a_plan_needs_no_package_for_a_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Training does: tests/trainer/test_trackers.py."""
-    monkeypatch.setattr("rlplus.config.path_checks.find_spec", lambda name: None)
+    monkeypatch.setattr("rlplus.train.config.path_checks.find_spec", lambda name: None)
     assert plan(run_config(tmp_path, log={"wandb": "project"}), tmp_path) == 0

@@ -5,7 +5,7 @@ import quick
 from plan_cases import CPU, make_plan
 from trainer_runs import run_config
 
-from rlplus.trainer import train
+from rlplus.train.trainer import train
 
 SCRATCH = {"hidden_size": 64, "layers": 4, "heads": 2, "intermediate_size": 256, "max_position_embeddings": 64}
 CASES = {

@@ -6,10 +6,10 @@ import pytest
 from plan_cases import PAPER, PROCESS, SERVER, make_plan, paper
 from rich.console import Console
 
-from rlplus.cli import main
-from rlplus.plan import GPUS, make_cluster
-from rlplus.plan.plan_text import show
-from rlplus.plan.speed import GEMM_EFFICIENCY
+from rlplus.tools.cli import main
+from rlplus.tools.plan import GPUS, make_cluster
+from rlplus.tools.plan.plan_text import show
+from rlplus.tools.plan.speed import GEMM_EFFICIENCY
 
 
 def test_a_servers_gpus_are_not_counted(capsys):

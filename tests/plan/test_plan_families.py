@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from causal_lms import FAMILIES, UNPLANNED, config_of, make
 
-from rlplus.plan.activations import count_activations, meta_model
+from rlplus.tools.plan.activations import count_activations, meta_model
 
 PLANNED = [(f"{i}-{family}", family, changes) for i, (family, changes, _) in enumerate(FAMILIES) if family != "Mpt"]
 

@@ -21,19 +21,19 @@ from torch import nn
 from trainer_runs import run_config
 from transformers import AutoModelForCausalLM, Gemma2Config, MistralConfig, Qwen2Config, Qwen2ForCausalLM
 
-from rlplus.data import Sample, byte_tokenizer, pack
-from rlplus.learner import make_micro_batches
-from rlplus.learner.packed_attention import LONG_ROW
-from rlplus.learner.packed_model import PackedModel
-from rlplus.learner.policy import Policy
-from rlplus.learner.quantized import quantize
 from rlplus.loss import Objective, PolicyLoss, linear_policy_loss
 from rlplus.loss.backends import native
-from rlplus.plan import GIB, make_cluster
-from rlplus.plan.activations import Meter, count_activations, meta_model
-from rlplus.plan.memory import head_memory, model_states
-from rlplus.plan.planned_model import Model
-from rlplus.trainer.ranks import initialize_distributed
+from rlplus.tools.plan import GIB, make_cluster
+from rlplus.tools.plan.activations import Meter, count_activations, meta_model
+from rlplus.tools.plan.memory import head_memory, model_states
+from rlplus.tools.plan.planned_model import Model
+from rlplus.train.data import Sample, byte_tokenizer, pack
+from rlplus.train.learner import make_micro_batches
+from rlplus.train.learner.packed_attention import LONG_ROW
+from rlplus.train.learner.packed_model import PackedModel
+from rlplus.train.learner.policy import Policy
+from rlplus.train.learner.quantized import quantize
+from rlplus.train.trainer.ranks import initialize_distributed
 
 
 def samples_of(n: int, length: int) -> list[Sample]:
@@ -228,7 +228,7 @@ def test_the_head_takes_what_is_planned(tmp_path, backend, dtype, tokens, backwa
         if backend == "reference":
             out.loss.backward()
     if backward == "sampled":
-        monkeypatch.setattr("rlplus.plan.memory.DRAWN", int(out.stats["sampled_elements"]) // tokens)
+        monkeypatch.setattr("rlplus.tools.plan.memory.DRAWN", int(out.stats["sampled_elements"]) // tokens)
     model = Model(config, thin_model(vocab_size=V, hidden_size=H, num_attention_heads=2))
     assert peak_of(profile) == pytest.approx(head_memory(config, model, CPU), rel=0.1)
 

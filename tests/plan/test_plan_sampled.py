@@ -3,8 +3,8 @@
 import pytest
 from plan_cases import IN_BF16, make_plan, paper
 
-from rlplus.plan import make_cluster, show_bytes
-from rlplus.plan.advice import advise
+from rlplus.tools.plan import make_cluster, show_bytes
+from rlplus.tools.plan.advice import advise
 
 
 def test_a_sampled_backward_pass_has_no_accumulator_of_the_whole_weight():

@@ -3,8 +3,8 @@
 import pytest
 from plan_cases import paper
 
-from rlplus.plan import make_cluster, read_model
-from rlplus.plan.search import all_switches, with_changes
+from rlplus.tools.plan import make_cluster, read_model
+from rlplus.tools.plan.search import all_switches, with_changes
 
 
 @pytest.mark.parametrize(

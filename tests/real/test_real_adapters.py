@@ -13,8 +13,8 @@ from real_runs import FAR, NEAR, Text, evaluate, init, load, logprobs, sampled, 
 from safetensors.torch import load_file
 from torch import Tensor
 
-from rlplus.trainer import open_run
-from rlplus.trainer.loop import train_step
+from rlplus.train.trainer import open_run
+from rlplus.train.trainer.loop import train_step
 
 pytestmark = [pytest.mark.slow, pytest.mark.vllm]
 RANK, ALPHA = 8, 16.0

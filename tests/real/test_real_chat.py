@@ -12,9 +12,9 @@ from real_runs import init, load, logprobs
 from safetensors import safe_open
 from school_problems import PROBLEMS
 
-from rlplus.cli import main
-from rlplus.config import Config, load_config
-from rlplus.data import Example, find_ends, load_examples, load_tokenizer, response_text, token_texts
+from rlplus.tools.cli import main
+from rlplus.train.config import Config, load_config
+from rlplus.train.data import Example, find_ends, load_examples, load_tokenizer, response_text, token_texts
 
 pytestmark = pytest.mark.slow
 BOXED = "Please reason step by step, and put your final answer within \\boxed{}."

@@ -9,9 +9,9 @@ from deepspeed.utils import safe_get_full_grad
 from real_runs import Text, init, load, logprobs, sampled, short_run
 from torch import Tensor
 
-from rlplus.data import Sample
-from rlplus.trainer import open_run
-from rlplus.trainer.step import Step
+from rlplus.train.data import Sample
+from rlplus.train.trainer import open_run
+from rlplus.train.trainer.step import Step
 
 pytestmark = [pytest.mark.slow, pytest.mark.vllm]
 NAMES = [  # every kind of parameter, from the first layer to the last; the embedding is the head, too

@@ -16,12 +16,12 @@ from torch import Tensor
 from trainer_runs import metrics
 from transformers import AutoTokenizer
 
-from rlplus.cli import main
-from rlplus.data import KeptSample, Sample
-from rlplus.data.sample_store import read_kept
-from rlplus.learner.batch import even_batches
-from rlplus.trainer import open_run
-from rlplus.trainer.loop import train_step
+from rlplus.tools.cli import main
+from rlplus.train.data import KeptSample, Sample
+from rlplus.train.data.sample_store import read_kept
+from rlplus.train.learner.batch import even_batches
+from rlplus.train.trainer import open_run
+from rlplus.train.trainer.loop import train_step
 
 pytestmark = [pytest.mark.slow, pytest.mark.vllm]
 

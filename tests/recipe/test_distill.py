@@ -15,13 +15,13 @@ from transformers import AutoModelForCausalLM
 from update_cases import packed
 
 from rlplus import linear_divergence, linear_logprob, linear_policy_loss
-from rlplus.config import Config
-from rlplus.data import MicroBatch, Sample, byte_tokenizer
-from rlplus.learner import Teacher
-from rlplus.recipe import Batch, Update
-from rlplus.recipe.teaching import DistillRecipe
-from rlplus.trainer import Run, open_run, train
-from rlplus.verify import verify_run
+from rlplus.tools.verify import verify_run
+from rlplus.train.config import Config
+from rlplus.train.data import MicroBatch, Sample, byte_tokenizer
+from rlplus.train.learner import Teacher
+from rlplus.train.recipe import Batch, Update
+from rlplus.train.recipe.teaching import DistillRecipe
+from rlplus.train.trainer import Run, open_run, train
 
 LOSSES: dict[str, dict[str, Any]] = {
     "reverse": {"loss": "reverse_kl"},

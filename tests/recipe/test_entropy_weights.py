@@ -14,13 +14,13 @@ from trainer_runs import run_config
 from transformers import AutoModelForCausalLM
 from update_cases import packed
 
-from rlplus.config import Config
-from rlplus.data import MicroBatch, Sample
-from rlplus.recipe import Batch, Update
-from rlplus.recipe.entropy_weights import EntropyWeightsRecipe
-from rlplus.recipe.plain import demonstration
-from rlplus.trainer import Run, open_run, train
-from rlplus.verify import verify_run
+from rlplus.tools.verify import verify_run
+from rlplus.train.config import Config
+from rlplus.train.data import MicroBatch, Sample
+from rlplus.train.recipe import Batch, Update
+from rlplus.train.recipe.entropy_weights import EntropyWeightsRecipe
+from rlplus.train.recipe.plain import demonstration
+from rlplus.train.trainer import Run, open_run, train
 
 LIMIT = 8  # trainer_runs' longest response
 

@@ -20,8 +20,8 @@ from recipe_cases import (
 from torch import Tensor
 from trainer_runs import run_config
 
-from rlplus.recipe.gate import GateRecipe
-from rlplus.trainer import Run, open_run
+from rlplus.train.recipe.gate import GateRecipe
+from rlplus.train.trainer import Run, open_run
 
 
 @pytest.fixture(scope="module")

@@ -9,14 +9,14 @@ import pytest
 from recipe_cases import draw_rewards
 from trainer_runs import metrics, run_config
 
-from rlplus.data import Sample
-from rlplus.recipe import Ask, Batch, Recipe
-from rlplus.rollout import Completion
-from rlplus.rollout.transformers_engine import TransformersEngine
-from rlplus.trainer import open_run, train
-from rlplus.trainer.engine import EngineFailed
-from rlplus.trainer.loop import train_step
-from rlplus.trainer.step import Step
+from rlplus.train.data import Sample
+from rlplus.train.recipe import Ask, Batch, Recipe
+from rlplus.train.rollout import Completion
+from rlplus.train.rollout.transformers_engine import TransformersEngine
+from rlplus.train.trainer import open_run, train
+from rlplus.train.trainer.engine import EngineFailed
+from rlplus.train.trainer.loop import train_step
+from rlplus.train.trainer.step import Step
 
 SIZE = 4
 Calls = list[list[tuple[tuple[int, ...], int]]]
@@ -38,7 +38,7 @@ def noted(monkeypatch: pytest.MonkeyPatch) -> tuple[Calls, list[list[Sample]]]:
         return generate(engine, requests, sampling)
 
     monkeypatch.setattr(TransformersEngine, "generate", noting)
-    monkeypatch.setattr("rlplus.trainer.step.score", score)
+    monkeypatch.setattr("rlplus.train.trainer.step.score", score)
     return asked, scored
 
 
@@ -99,7 +99,7 @@ def test_samples_that_the_grader_failed_on_count_even_if_they_are_replaced(
             sample.reward = math.nan if failed else float(not bare and i % 4 == 0)
             sample.status = "crash" if failed else "ok"
 
-    monkeypatch.setattr("rlplus.trainer.step.score", score)
+    monkeypatch.setattr("rlplus.train.trainer.step.score", score)
     with open_run(run_config(tmp_path, algorithm={"preset": "bread"}, train={"steps": 1})) as run:
         step = Step(run)
         batch = step.collect()
@@ -116,7 +116,7 @@ def test_groups_sampled_again_have_new_noise_and_the_same_after_a_rewind(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with open_run(run_config(tmp_path, algorithm={"preset": "bread"})) as run:
-        monkeypatch.setattr("rlplus.trainer.step.score", draw_rewards)
+        monkeypatch.setattr("rlplus.train.trainer.step.score", draw_rewards)
         found = []
         for _ in range(2):
             step = Step(run)
@@ -134,7 +134,7 @@ def test_groups_sampled_again_have_new_noise_and_the_same_after_a_rewind(
 
 def test_seeds_differ_by_run_step_repetition_and_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seeds: list[int] = []
-    monkeypatch.setattr("rlplus.trainer.rollouts.generate", lambda *args: seeds.append(args[4]) or [])
+    monkeypatch.setattr("rlplus.train.trainer.rollouts.generate", lambda *args: seeds.append(args[4]) or [])
     with open_run(run_config(tmp_path, algorithm={"preset": "bread"})) as run:
         tally, batch = Step(run).tally, Batch([], [], 0.0)
         ask, settings = run.engine.ask, list[dict[str, bool]]()
@@ -197,8 +197,8 @@ class Again(Recipe):
 
 
 def test_a_recipe_of_ones_own_samples_groups_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rlplus.trainer.step.score", draw_rewards)
-    monkeypatch.setattr("rlplus.trainer.run_parts.make_recipe", Again)
+    monkeypatch.setattr("rlplus.train.trainer.step.score", draw_rewards)
+    monkeypatch.setattr("rlplus.train.trainer.run_parts.make_recipe", Again)
     with open_run(run_config(tmp_path)) as run:
         step = Step(run)
         batch = step.collect()
@@ -215,7 +215,7 @@ def test_a_recipe_of_ones_own_samples_groups_again(tmp_path: Path, monkeypatch: 
 
 def test_an_engine_that_fails_in_a_search_ends_the_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The run goes on from the step's start with the same result."""
-    monkeypatch.setattr("rlplus.trainer.step.score", draw_rewards)
+    monkeypatch.setattr("rlplus.train.trainer.step.score", draw_rewards)
     generate, calls = TransformersEngine.generate, [0]
 
     def failing(engine: Any, requests: Any, sampling: Any) -> list[list[Completion]]:
@@ -229,8 +229,8 @@ def test_an_engine_that_fails_in_a_search_ends_the_step(tmp_path: Path, monkeypa
     config = run_config(tmp_path, "parts", **sections)
     with monkeypatch.context() as patch:
         patch.setattr(TransformersEngine, "generate", failing)
-        patch.setattr("rlplus.trainer.engine.SyncedEngine._renew", lambda self: None)
-        patch.setattr("rlplus.trainer.engine.SyncedEngine.ask", once)
+        patch.setattr("rlplus.train.trainer.engine.SyncedEngine._renew", lambda self: None)
+        patch.setattr("rlplus.train.trainer.engine.SyncedEngine.ask", once)
         with pytest.raises(EngineFailed, match="no memory"):
             train(config)
     assert metrics(train(config, resume="auto")) == whole

@@ -20,8 +20,8 @@ from recipe_cases import (
 from torch import Tensor
 from trainer_runs import run_config
 
-from rlplus.recipe.interleaved import InterleavedRecipe
-from rlplus.trainer import Run, open_run
+from rlplus.train.recipe.interleaved import InterleavedRecipe
+from rlplus.train.trainer import Run, open_run
 
 RELIFT = {"preset": "relift", "recipe": {"batch": 5}}
 

@@ -15,12 +15,12 @@ from torch import Tensor
 from trainer_runs import run_config
 from update_cases import packed
 
-from rlplus.data import Example, per_token
-from rlplus.learner.statistics import set_statistics
-from rlplus.recipe import Ask, Recipe
-from rlplus.recipe.prefix import PrefixRecipe
-from rlplus.rollout import Completion, respond
-from rlplus.trainer import Run, open_run
+from rlplus.train.data import Example, per_token
+from rlplus.train.learner.statistics import set_statistics
+from rlplus.train.recipe import Ask, Recipe
+from rlplus.train.recipe.prefix import PrefixRecipe
+from rlplus.train.rollout import Completion, respond
+from rlplus.train.trainer import Run, open_run
 
 
 @pytest.fixture(scope="module")

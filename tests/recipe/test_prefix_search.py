@@ -13,10 +13,10 @@ from torch import Tensor
 from trainer_runs import run_config
 from update_cases import packed
 
-from rlplus.data import Example, Sample
-from rlplus.recipe import Ask, Batch, Recipe
-from rlplus.recipe.prefix_search import PrefixSearchRecipe
-from rlplus.trainer import Run, open_run
+from rlplus.train.data import Example, Sample
+from rlplus.train.recipe import Ask, Batch, Recipe
+from rlplus.train.recipe.prefix_search import PrefixSearchRecipe
+from rlplus.train.trainer import Run, open_run
 
 SIZE = 4
 LONG = Example(3, (1, 2), "", tuple(range(10, 51)))  # 40 tokens and the end

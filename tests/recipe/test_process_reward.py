@@ -10,15 +10,15 @@ from trainer_runs import run_config
 from transformers import AutoModelForCausalLM
 from update_cases import batch_of_samples, check_gradients
 
-from rlplus.algorithm import outcome_loss, process_advantages
-from rlplus.config import Config
-from rlplus.data import Sample
-from rlplus.errors import SharedFailure
-from rlplus.learner import ProcessModel, by_sample, mean_batches
-from rlplus.recipe import Batch
-from rlplus.recipe.prime import ProcessRewardRecipe
-from rlplus.trainer import Run, open_run
-from rlplus.trainer.step import Step
+from rlplus.common.errors import SharedFailure
+from rlplus.train.algorithm import outcome_loss, process_advantages
+from rlplus.train.config import Config
+from rlplus.train.data import Sample
+from rlplus.train.learner import ProcessModel, by_sample, mean_batches
+from rlplus.train.recipe import Batch
+from rlplus.train.recipe.prime import ProcessRewardRecipe
+from rlplus.train.trainer import Run, open_run
+from rlplus.train.trainer.step import Step
 
 
 def test_advantages_are_their_definition() -> None:

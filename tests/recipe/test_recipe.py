@@ -16,18 +16,18 @@ from trainer_runs import metrics, run_config
 from transformers import AutoModelForCausalLM
 from update_cases import batch_of_samples, check_gradients, naive_loss, packed
 
-from rlplus import checkpoint
-from rlplus.algorithm import ALGORITHMS, Algorithm
 from rlplus.common import agree
-from rlplus.config import Config, load_config
-from rlplus.data import Example, Sample
-from rlplus.lazy import import_function
-from rlplus.learner import Policy
-from rlplus.learner.resharding import load_resharded
+from rlplus.common.lazy import import_function
 from rlplus.loss import PolicyLoss
-from rlplus.loss.objective import AdvantageEstimator
-from rlplus.recipe import Ask, Batch, Recipe, Update, make_recipe, set_advantages
-from rlplus.trainer import Interrupted, Run, open_run, train
+from rlplus.loss.objective.objective import AdvantageEstimator
+from rlplus.train import checkpoint
+from rlplus.train.algorithm import ALGORITHMS, Algorithm
+from rlplus.train.config import Config, load_config
+from rlplus.train.data import Example, Sample
+from rlplus.train.learner import Policy
+from rlplus.train.learner.resharding import load_resharded
+from rlplus.train.recipe import Ask, Batch, Recipe, Update, make_recipe, set_advantages
+from rlplus.train.trainer import Interrupted, Run, open_run, train
 
 
 @pytest.fixture(scope="module")
@@ -144,7 +144,7 @@ def test_a_response_is_kept_for_one_token_with_a_gradient(run: Run) -> None:
 
 @pytest.fixture(autouse=True)
 def some_right(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rlplus.trainer.step.score", draw_rewards)
+    monkeypatch.setattr("rlplus.train.trainer.step.score", draw_rewards)
 
 
 class Interleaved(Recipe):
@@ -190,7 +190,7 @@ def test_a_recipe_with_updates_and_a_state_of_its_own_resumes_bit_for_bit(
     """Also if the third step is given up after the recipe has changed its state."""
     made: list[Interleaved] = []
     monkeypatch.setattr(
-        "rlplus.trainer.run_parts.make_recipe", lambda config: made.append(Interleaved(config)) or made[-1]
+        "rlplus.train.trainer.run_parts.make_recipe", lambda config: made.append(Interleaved(config)) or made[-1]
     )
     steps = {"steps": 4, "prompts_per_step": 6, "seed": 1}
     sections: dict[str, Any] = {"algorithm": {"preset": "grpo"}, "train": steps}
@@ -230,7 +230,7 @@ class Twice(Recipe):
 
 
 def test_a_step_of_several_draws_is_given_up_as_a_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rlplus.trainer.run_parts.make_recipe", Twice)
+    monkeypatch.setattr("rlplus.train.trainer.run_parts.make_recipe", Twice)
     config = run_config(tmp_path, "parts", train={"prompts_per_step": 2, "steps": 3})
     with monkeypatch.context() as patch:
         patch.setattr(Twice, "kill", True)
@@ -281,7 +281,7 @@ def test_a_recipe_of_a_users_file_trains(tmp_path: Path, monkeypatch: pytest.Mon
     counted = 'print(len(batch.samples), file=open("kept.txt", "a"))'
     (tmp_path / "pods_of_users.py").write_text(code.replace("return batch", f"{counted}\n        return batch"))
     (tmp_path / "no_recipe.py").write_text(
-        "from rlplus.algorithm import RecipeOptions\nclass Mine:\n    Options = RecipeOptions\n"
+        "from rlplus.train.algorithm import RecipeOptions\nclass Mine:\n    Options = RecipeOptions\n"
     )
     monkeypatch.chdir(tmp_path)
     recipe = {"name": "pods_of_users.py:Extremes", "pairs": 1}
@@ -300,7 +300,7 @@ def test_a_recipe_of_a_users_file_trains(tmp_path: Path, monkeypatch: pytest.Mon
         with pytest.raises(ValueError, match=message):
             run_config(tmp_path, algorithm={"preset": "grpo", "recipe": wrong})
     config = run_config(tmp_path, algorithm={"preset": "grpo", "recipe": {"name": "no_recipe.py:Mine"}})
-    with pytest.raises(ValueError, match=r"want a subclass of rlplus.recipe.Recipe; no_recipe.py:Mine is"):
+    with pytest.raises(ValueError, match=r"want a subclass of rlplus.train.recipe.Recipe; no_recipe.py:Mine is"):
         make_recipe(config)
 
 

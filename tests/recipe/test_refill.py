@@ -15,14 +15,14 @@ import pytest
 from engine_runs import same, torchrun
 from trainer_runs import metrics, run_config
 
-from rlplus.algorithm import Refill
-from rlplus.config import TrainConfig
-from rlplus.data import Example, Sample
-from rlplus.data.prompts import RESPONSE_ID
-from rlplus.errors import RunFailed
-from rlplus.recipe import Batch, refill_batch
-from rlplus.recipe.self_teaching import SelfDistillRecipe
-from rlplus.trainer import Interrupted, train
+from rlplus.common.errors import RunFailed
+from rlplus.train.algorithm import Refill
+from rlplus.train.config import TrainConfig
+from rlplus.train.data import Example, Sample
+from rlplus.train.data.prompts import RESPONSE_ID
+from rlplus.train.recipe import Batch, refill_batch
+from rlplus.train.recipe.self_teaching import SelfDistillRecipe
+from rlplus.train.trainer import Interrupted, train
 
 STEP, UPDATE = 8, 4  # prompts
 
@@ -138,8 +138,8 @@ def test_a_step_has_the_first_groups_that_teach_something(
 ) -> None:
     """In the same mini-batches on any number of ranks, as many on each, and no more of them moved than that takes."""
     ranks = Ranks(world)
-    monkeypatch.setattr("rlplus.recipe.refill.agree", ranks)
-    monkeypatch.setattr("rlplus.recipe.refill.dist", ranks)
+    monkeypatch.setattr("rlplus.train.recipe.refill.agree", ranks)
+    monkeypatch.setattr("rlplus.train.recipe.refill.dist", ranks)
     rewards = groups_of(seed)
     config = TrainConfig(steps=1, prompts_per_step=STEP, prompts_per_update=UPDATE)
     results = ranks.run(lambda rank: refill_batch(draws_of(rewards, rank, world), Refill(), config))
@@ -175,8 +175,8 @@ def test_a_step_without_enough_groups_says_how_many_were_found() -> None:
     rewards = [[0, 1] if group == 3 else [0, 0] for group in range(100)]
     config = TrainConfig(steps=1, prompts_per_step=STEP)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("rlplus.recipe.refill.agree", ranks := Ranks(1))
-        patch.setattr("rlplus.recipe.refill.dist", ranks)
+        patch.setattr("rlplus.train.recipe.refill.agree", ranks := Ranks(1))
+        patch.setattr("rlplus.train.recipe.refill.dist", ranks)
         with pytest.raises(RunFailed, match=r"want 8 groups .* a mean in \[0, 1\]; found 1 in 3 draws of 8 prompts"):
             ranks.run(lambda rank: refill_batch(draws_of(rewards, rank, 1), Refill(max_draws=3), config))
 
@@ -184,8 +184,8 @@ def test_a_step_without_enough_groups_says_how_many_were_found() -> None:
 @pytest.mark.parametrize("world", [1, 2])
 def test_the_first_dropped_groups_fill_a_step(monkeypatch: pytest.MonkeyPatch, world: int) -> None:
     ranks = Ranks(world)
-    monkeypatch.setattr("rlplus.recipe.refill.agree", ranks)
-    monkeypatch.setattr("rlplus.recipe.refill.dist", ranks)
+    monkeypatch.setattr("rlplus.train.recipe.refill.agree", ranks)
+    monkeypatch.setattr("rlplus.train.recipe.refill.dist", ranks)
     rewards = [[0, 1] if group in (3, 17) else [0, 0] for group in range(100)]
     config = TrainConfig(steps=1, prompts_per_step=STEP)
     options = Refill(max_draws=3, fill=True)
@@ -205,8 +205,8 @@ def test_a_teacher_is_shown_a_response_of_the_group_of_several_draws_and_ranks(
 ) -> None:
     """`shows: response` of self-distill: the first other correct one of the same prompt, wherever the group moved."""
     ranks = Ranks(world)
-    monkeypatch.setattr("rlplus.recipe.refill.agree", ranks)
-    monkeypatch.setattr("rlplus.recipe.refill.dist", ranks)
+    monkeypatch.setattr("rlplus.train.recipe.refill.agree", ranks)
+    monkeypatch.setattr("rlplus.train.recipe.refill.dist", ranks)
     rewards, end = groups_of(0), -1
     config = TrainConfig(steps=1, prompts_per_step=STEP, prompts_per_update=UPDATE)
     options = Refill(max_draws=2 if fill else 10, fill=fill, low=0.4 if fill else 0.0)
@@ -250,7 +250,7 @@ def test_a_refilled_run_trains_on_nothing_else_and_resumes_bit_for_bit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also if a step is given up after its second draw."""
-    monkeypatch.setattr("rlplus.trainer.step.score", draw_rewards)
+    monkeypatch.setattr("rlplus.train.trainer.step.score", draw_rewards)
     rows = metrics(train(run_config(tmp_path, "whole", **SECTIONS)))
     assert len(rows) == 20
     for row in rows:
@@ -269,7 +269,7 @@ def test_a_refilled_run_trains_on_nothing_else_and_resumes_bit_for_bit(
         return refills[-1]
 
     with monkeypatch.context() as patch:
-        patch.setattr("rlplus.trainer.step.refill_batch", refill_and_kill)
+        patch.setattr("rlplus.train.trainer.step.refill_batch", refill_and_kill)
         with pytest.raises(Interrupted):
             train(config)
     assert (Path(config.output_dir) / "checkpoints/latest").read_text() == f"step-{again:06d}"
@@ -283,9 +283,9 @@ def test_a_run_that_finds_too_few_groups_leaves_a_checkpoint(tmp_path: Path, mon
             sample.reward = float(len(refills) > 2 or member % 2)
 
     refills: list[int] = []
-    monkeypatch.setattr("rlplus.trainer.step.score", solved_later)
+    monkeypatch.setattr("rlplus.train.trainer.step.score", solved_later)
     original = refill_batch
-    monkeypatch.setattr("rlplus.trainer.step.refill_batch", lambda *rest: refills.append(1) or original(*rest))
+    monkeypatch.setattr("rlplus.train.trainer.step.refill_batch", lambda *rest: refills.append(1) or original(*rest))
     config = run_config(tmp_path, **SECTIONS)
     with pytest.raises(RunFailed, match=r"want 4 groups .* found 0 in 9 draws of 4 prompts"):
         train(config)

@@ -15,12 +15,12 @@ from recipe_cases import check_gradient, packed_updates, recipe_of, resumed, sam
 from torch import Tensor
 from trainer_runs import run_config
 
-from rlplus.data import Example, Sample
-from rlplus.recipe import Ask, Batch, Recipe
-from rlplus.recipe.replay import Remembered, ReplayRecipe, _draw
-from rlplus.reward import Score
-from rlplus.trainer import Run, open_run
-from rlplus.trainer.groups import score
+from rlplus.train.data import Example, Sample
+from rlplus.train.recipe import Ask, Batch, Recipe
+from rlplus.train.recipe.replay import Remembered, ReplayRecipe, _draw
+from rlplus.train.reward import Score
+from rlplus.train.trainer import Run, open_run
+from rlplus.train.trainer.groups import score
 
 EXGRPO = {"preset": "exgrpo", "recipe": {"start": 0.0}}
 
@@ -105,7 +105,7 @@ def test_nothing_is_kept_before_enough_is_right(run: Run, tmp_path: Path) -> Non
 def test_a_rollout_in_a_checkpoint_of_0_3_0_is_read() -> None:
     one = Remembered([9, 10], [-0.5, -1.0], 1.0)
     older = pickle.dumps(one, protocol=0).replace(
-        b"rlplus.recipe.replay\nRemembered\n", b"rlplus.recipe.replay\nKept\n"
+        b"rlplus.train.recipe.replay\nRemembered\n", b"rlplus.train.recipe.replay\nKept\n"
     )
     assert b"Kept" in older
     assert pickle.loads(older) == one

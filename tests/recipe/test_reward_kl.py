@@ -14,10 +14,10 @@ from trainer_runs import metrics, run_config
 from transformers import AutoModelForCausalLM
 from update_cases import batch_of_samples
 
-from rlplus.data import Sample
-from rlplus.recipe import Batch
-from rlplus.trainer import Run, open_run, train
-from rlplus.trainer.step import Step
+from rlplus.train.data import Sample
+from rlplus.train.recipe import Batch
+from rlplus.train.trainer import Run, open_run, train
+from rlplus.train.trainer.step import Step
 
 TEMPERATURE = 0.7
 

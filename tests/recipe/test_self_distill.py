@@ -14,12 +14,12 @@ from trainer_runs import metrics, run_config
 from transformers import AutoModelForCausalLM
 from update_cases import packed
 
-from rlplus.config import Config, DataConfig
-from rlplus.data import Example, Sample, byte_tokenizer, load_examples, pack
-from rlplus.recipe import Batch, Update
-from rlplus.recipe.self_teaching import SelfDistillRecipe
-from rlplus.trainer import Run, open_run, train
-from rlplus.trainer.prompt_pool import select_prompts
+from rlplus.train.config import Config, DataConfig
+from rlplus.train.data import Example, Sample, byte_tokenizer, load_examples, pack
+from rlplus.train.recipe import Batch, Update
+from rlplus.train.recipe.self_teaching import SelfDistillRecipe
+from rlplus.train.trainer import Run, open_run, train
+from rlplus.train.trainer.prompt_pool import select_prompts
 
 TEMPLATE = "{prompt}{demonstration}"
 RATE = 0.3

@@ -20,14 +20,14 @@ from trainer_runs import by_torchrun, environment, metrics, on_ranks, run_config
 from transformers import AutoModelForCausalLM
 from update_cases import packed
 
-from rlplus.config import Config
-from rlplus.config.surroundings import surroundings
-from rlplus.data import byte_tokenizer
-from rlplus.errors import SharedFailure
-from rlplus.learner.teacher import _loss_op
-from rlplus.recipe import Batch, Update
-from rlplus.recipe.teaching import DistillRecipe
-from rlplus.trainer import open_run, train
+from rlplus.common.errors import SharedFailure
+from rlplus.train.config import Config
+from rlplus.train.config.surroundings import surroundings
+from rlplus.train.data import byte_tokenizer
+from rlplus.train.learner.teacher import _loss_op
+from rlplus.train.recipe import Batch, Update
+from rlplus.train.recipe.teaching import DistillRecipe
+from rlplus.train.trainer import open_run, train
 
 COMPLETIONS = "/v1/completions"
 
@@ -131,10 +131,10 @@ def test_a_server_that_fails_ends_the_run_which_goes_on_from_there(tmp_path: Pat
 RANKS = """
 import sys
 import torch.distributed as dist
-from rlplus.config import load_config
-from rlplus.recipe import Batch, Update
-from rlplus.trainer import open_run
-from rlplus.trainer.ranks import initialize_distributed
+from rlplus.train.config import load_config
+from rlplus.train.recipe import Batch, Update
+from rlplus.train.trainer import open_run
+from rlplus.train.trainer.ranks import initialize_distributed
 from teachers import rollouts
 from update_cases import packed
 

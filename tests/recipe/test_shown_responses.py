@@ -9,12 +9,12 @@ import pytest
 from recipe_cases import draw_rewards, resumed
 from trainer_runs import metrics, run_config
 
-from rlplus.config import Config, DataConfig
-from rlplus.data import Example, Sample, byte_tokenizer, load_examples
-from rlplus.data.prompts import RESPONSE_ID, encode_prompts, with_response
-from rlplus.recipe import Batch
-from rlplus.recipe.self_teaching import SelfDistillRecipe
-from rlplus.trainer import open_run, train
+from rlplus.train.config import Config, DataConfig
+from rlplus.train.data import Example, Sample, byte_tokenizer, load_examples
+from rlplus.train.data.prompts import RESPONSE_ID, encode_prompts, with_response
+from rlplus.train.recipe import Batch
+from rlplus.train.recipe.self_teaching import SelfDistillRecipe
+from rlplus.train.trainer import open_run, train
 
 END = byte_tokenizer().eos_token_id
 TEMPLATE = "{prompt}{demonstration}"
@@ -134,7 +134,7 @@ def test_a_run_resumes_bit_for_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 def test_a_refilled_step_shows_responses_of_its_own_groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Several draws of a run; the groups that are kept have a correct response, and a wrong one."""
-    monkeypatch.setattr("rlplus.trainer.step.score", draw_rewards)
+    monkeypatch.setattr("rlplus.train.trainer.step.score", draw_rewards)
     batches, collect = [], SelfDistillRecipe.collect
     monkeypatch.setattr(SelfDistillRecipe, "collect", lambda *rest: batches.append(collect(*rest)) or batches[-1])
     algorithm = {"preset": "sdpo", "recipe": {"template": TEMPLATE}, "refill": {"max_draws": 20}}

@@ -29,10 +29,10 @@ from update_cases import packed
 from rlplus.common import teacher_states
 from rlplus.common.durable import UNSEALED, locked, write_text
 from rlplus.common.teacher_states import TeacherStates, digest
-from rlplus.config import Config
-from rlplus.data import byte_tokenizer
-from rlplus.learner import StoredTeacher, Teacher
-from rlplus.trainer import open_run, train
+from rlplus.train.config import Config
+from rlplus.train.data import byte_tokenizer
+from rlplus.train.learner import StoredTeacher, Teacher
+from rlplus.train.trainer import open_run, train
 
 SCRIPT = Path(__file__).parents[2] / "examples/score_demonstrations.py"
 

@@ -17,9 +17,9 @@ from trainer_runs import metrics, run_config, write_task
 from transformers import AutoModelForCausalLM
 from update_cases import packed
 
-from rlplus.config import load_config
-from rlplus.data import byte_tokenizer, load_examples
-from rlplus.trainer import open_run, train
+from rlplus.train.config import load_config
+from rlplus.train.data import byte_tokenizer, load_examples
+from rlplus.train.trainer import open_run, train
 
 SCRIPT = Path(__file__).parents[2] / "examples/score_demonstrations.py"
 

@@ -17,11 +17,11 @@ from safetensors.torch import load_file, save_file
 from trainer_runs import run_config
 
 from rlplus import __version__
-from rlplus.cli import main
-from rlplus.evaluation import save_results
-from rlplus.evaluation.asked import model_identity
-from rlplus.report import hidden_keys
-from rlplus.trainer import train
+from rlplus.tools.cli import main
+from rlplus.tools.report import hidden_keys
+from rlplus.train.evaluation import save_results
+from rlplus.train.evaluation.asked import model_identity
+from rlplus.train.trainer import train
 
 TOKEN = "hf_only_the_hub_may_see_this"
 

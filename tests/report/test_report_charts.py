@@ -6,7 +6,7 @@ from itertools import pairwise
 import pytest
 from counted_evaluations import evaluation
 
-from rlplus.report.charts import (
+from rlplus.tools.report.charts import (
     LEFT,
     TOP,
     WIDTH,

@@ -10,9 +10,9 @@ import pyarrow.parquet as pq
 import pytest
 from report_pages import keep, kept, run, written
 
-from rlplus.cli import main
-from rlplus.report.samples_text import coloured
-from rlplus.report.shaded_samples import ANSWER, HEAD, MOST_STEPS, TAIL, count, moments
+from rlplus.tools.cli import main
+from rlplus.tools.report.samples_text import coloured
+from rlplus.tools.report.shaded_samples import ANSWER, HEAD, MOST_STEPS, TAIL, count, moments
 
 
 def test_samples_show_every_token_with_its_shades(tmp_path: Path) -> None:

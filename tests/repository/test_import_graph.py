@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from rlplus import cli
-from rlplus.cli import TRAIN
+from rlplus.tools import cli
+from rlplus.tools.cli import TRAIN
 
 ROOT = Path(__file__).parents[2]
 LOSS = """
@@ -23,17 +23,23 @@ inputs = {"advantage": torch.ones(3), "token_weight": torch.ones(3), "old_logpro
 rlplus.linear_policy_loss(h, w, t, **inputs, objective="rlplus").loss.backward()
 assert rlplus.linear_logprob(h, w, t)[0].isfinite().all() and h.grad.any()
 """
-SHOWN = "from rlplus.evaluation import load_results, result_table; from rlplus.report import write_report"
+SHOWN = "from rlplus.train.evaluation import load_results, result_table; from rlplus.tools.report import write_report"
 OURS = ("deepspeed", "experiments", "vllm")  # TRAIN has deepspeed, too
 CASES = {
     "import rlplus": ("numpy", "torch", "triton", *TRAIN),
     LOSS: tuple(name for name in TRAIN if name != "numpy"),  # which torch imports where it is installed
-    "import rlplus.config": ("numpy", "torch", "transformers", *OURS),
-    f"import rlplus.evaluation, rlplus.report; {SHOWN}": ("accelerate", "torch", "transformers", "triton", *OURS),
-    "import rlplus.watch": ("accelerate", "torch", "transformers", "triton", *OURS),
-    "import rlplus.plan, rlplus.plan.plan_text, rlplus.plan.search": OURS,
-    "import rlplus.learner": ("torch", *OURS),
-    "from rlplus.cli import main": TRAIN,
+    "import rlplus.train.config": ("numpy", "torch", "transformers", *OURS),
+    f"import rlplus.train.evaluation, rlplus.tools.report; {SHOWN}": (
+        "accelerate",
+        "torch",
+        "transformers",
+        "triton",
+        *OURS,
+    ),
+    "import rlplus.tools.watch": ("accelerate", "torch", "transformers", "triton", *OURS),
+    "import rlplus.tools.plan, rlplus.tools.plan.plan_text, rlplus.tools.plan.search": OURS,
+    "import rlplus.train.learner": ("torch", *OURS),
+    "from rlplus.tools.cli import main": TRAIN,
 }
 
 
@@ -81,4 +87,4 @@ def test_an_older_torch_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) 
     with pytest.raises(
         ImportError, match=r"^want torch 2\.10 or later for the operations of rlplus; got 2\.9\.1\+cu128$"
     ):
-        runpy.run_path(str(ROOT / "rlplus/loss/precision.py"))
+        runpy.run_path(str(ROOT / "rlplus/loss/guard/precision.py"))

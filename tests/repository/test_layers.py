@@ -8,26 +8,36 @@ from pathlib import Path
 import pytest
 
 import rlplus.loss
-from rlplus.algorithm.options import RECIPES
+from rlplus.train.algorithm.options import RECIPES
 
 PACKAGE = Path(__file__).parents[2] / "rlplus"
-ORDER = "sandbox < errors < lazy < common < kernels < loss < algorithm < config < convert < data < reward < rollout"
-ORDER += " < checkpoint < learner < recipe < evaluation < trainer < verify < report < watch < plan < init"
-ORDER += " < compare < cli < __main__"
+ORDER = "sandbox < common < kernels < loss.objective < loss.head < loss.guard < loss.backends < loss.operations < loss"
+ORDER += " < train.algorithm < train.config < train.data < train.reward < train.rollout < train.checkpoint"
+ORDER += " < train.learner < train.recipe < train.evaluation < train.trainer < tools.convert < tools.verify"
+ORDER += " < tools.report < tools.watch < tools.plan < tools.init < tools.compare < tools.cli < __main__"
 LAYERS = ORDER.split(" < ")
+FLOORS = ("loss", "train", "tools")  # folders of layers
 LINKS = (PACKAGE / "kernels", PACKAGE / "bench")  # rglob does not follow links
 MODULES = sorted(path for folder in (PACKAGE, *LINKS) for path in folder.rglob("*.py"))
 ALLOWED = {name: LAYERS[:i] for i, name in enumerate(LAYERS)}
-ALLOWED["__init__"] = ["lazy", "loss"]  # importing rlplus stays cheap
-ALLOWED["bench"] = ["errors", "common", "kernels", "loss"]  # runs where only torch and triton are
-ALLOWED["integrations"] = ["errors", "loss"]  # and nothing imports it
-for layer in ("cli", "config", "rollout", "trainer"):
+ALLOWED["__init__"] = ["common", "loss"]  # importing rlplus stays cheap
+ALLOWED["bench"] = ["common", "kernels", *(name for name in LAYERS if name.startswith("loss"))]  # runs without `train`
+ALLOWED["integrations"] = ["common", *(name for name in LAYERS if name.startswith("loss"))]  # and nothing imports it
+ALLOWED["train"] = ALLOWED["tools"] = []
+for layer in ("tools.cli", "train.config", "train.rollout", "train.trainer"):
     ALLOWED[layer].append("__version__")
+
+
+def layer_of(name: str) -> str:
+    """The layer of a dotted name: `train.config` for `train.config.sections`, `loss` for `loss.selfcheck`."""
+    floor, _, rest = name.partition(".")
+    below = f"{floor}.{rest.partition('.')[0]}"
+    return below if floor in FLOORS and below in LAYERS else floor
 
 
 def imported_layers(path: Path, text: str) -> Iterator[str]:
     """Names of the layers of rlplus that the module at ``path`` imports, at its top or inside a function."""
-    return (name.partition(".")[0] for name in imported_names(path, text))
+    return map(layer_of, imported_names(path, text))
 
 
 def imported_names(path: Path, text: str) -> Iterator[str]:
@@ -49,7 +59,7 @@ def imported_names(path: Path, text: str) -> Iterator[str]:
 
 @pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_imports_only_from_the_left(path: Path) -> None:
-    layer = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+    layer = layer_of(".".join(path.relative_to(PACKAGE).with_suffix("").parts))
     assert layer in ALLOWED, f"{layer} has no place in the order of layers: {' < '.join(LAYERS)}"
     wrong = set(imported_layers(path, path.read_text())) - {layer, *ALLOWED[layer]}
     assert not wrong, f"{layer} imports {sorted(wrong)}; it may import {ALLOWED[layer]}"
@@ -63,11 +73,11 @@ def test_the_loss_imports_from_the_module_that_defines_a_name(path: Path) -> Non
 
 
 @pytest.mark.parametrize("layer", ["loss", "bench"])
-def test_where_only_torch_and_triton_are_common_is_two_modules(layer: str) -> None:
+def test_where_only_torch_and_triton_are_common_is_four_modules(layer: str) -> None:
     """Others of `common` import pydantic or rich."""
     modules = [path for path in MODULES if path.relative_to(PACKAGE).parts[0] == layer]
     names = {name for path in modules for name in imported_names(path, path.read_text()) if name.startswith("common")}
-    assert {name.split(".")[1] if "." in name else name for name in names} <= {"durable", "textfiles"}
+    assert {name.split(".")[1] if "." in name else name for name in names} <= {"durable", "errors", "lazy", "textfiles"}
 
 
 @pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(PACKAGE)))
@@ -127,7 +137,7 @@ def test_one_class_knows_what_its_kinds_of_demonstrations_mean() -> None:
             assert path.name == "presets.py" or not (named and constant), f"{path}:{node.lineno}"
 
 
-ALGORITHM_ROOMS = ("algorithm", "recipe")
+ALGORITHM_ROOMS = ("train.algorithm", "train.recipe")
 
 
 def subclasses(trees: Iterable[ast.AST], *bases: str) -> set[str]:
@@ -154,12 +164,13 @@ def told_apart(text: str, kinds: Set[str], names: Set[str]) -> list[str]:
 
 def test_outside_its_rooms_nothing_asks_which_recipe_it_is() -> None:
     """A recipe says by its class variables and methods what the rest must know: a new one changes nothing there."""
-    trees = [ast.parse(path.read_text()) for path in MODULES if path.relative_to(PACKAGE).parts[0] in ALGORITHM_ROOMS]
+    rooms = {path: layer_of(".".join(path.relative_to(PACKAGE).with_suffix("").parts)) for path in MODULES}
+    trees = [ast.parse(path.read_text()) for path in MODULES if rooms[path] in ALGORITHM_ROOMS]
     kinds = subclasses(trees, "Recipe", "RecipeOptions")
     assert {"Plain", "SelfDistill", "GateRecipe", "SelfDistillRecipe"} < kinds  # the last is below a subclass
     assert not {"Recipe", "RecipeOptions"} & kinds
     for path in MODULES:
-        if path.relative_to(PACKAGE).parts[0] not in ALGORITHM_ROOMS:
+        if rooms[path] not in ALGORITHM_ROOMS:
             assert told_apart(path.read_text(), kinds, {*RECIPES}) == [], path
     asks = "isinstance(options, Gate)", "type(x) is algorithm.Gate", "config.algorithm.recipe.name in ('gate', 'x')"
     assert [len(told_apart(ask, {"Gate"}, {"gate"})) for ask in asks] == [1, 1, 1]

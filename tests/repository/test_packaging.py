@@ -132,7 +132,7 @@ import rlplus
 assert not {SLOW} & set(sys.modules), "import rlplus"
 assert {{"Objective", "linear_policy_loss", "loss", "__version__"}} <= set(dir(rlplus))
 rlplus.Objective.preset("rlplus")
-import rlplus.config
+import rlplus.train.config
 assert not {SLOW} & set(sys.modules), "presets and configurations"
 import rlplus.loss
 for module in (rlplus, rlplus.loss):
@@ -143,7 +143,7 @@ for module in (rlplus, rlplus.loss):
         assert "has no attribute 'nothing'" in str(error)
     else:
         raise AssertionError
-assert rlplus.policy_loss is rlplus.loss.definition.policy_loss and "policy_loss" in vars(rlplus)
+assert rlplus.policy_loss is rlplus.loss.objective.definition.policy_loss and "policy_loss" in vars(rlplus)
 assert not {{"transformers", "deepspeed", "vllm", "pyarrow"}} & set(sys.modules)
 """
 COMPILED = """

@@ -11,7 +11,7 @@ import yaml
 from packaging.requirements import Requirement
 
 import rlplus
-from rlplus.cli import parse
+from rlplus.tools.cli import parse
 
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -88,7 +88,7 @@ def test_versions_of_python_are_those_of_the_project() -> None:
     assert tried is not None
     assert re.findall(r"^\| (3\.\d+) \|", tried[1], re.MULTILINE) == PYTHONS
     major, minor = TRAINER.split(".")
-    assert f"sys.version_info < ({major}, {minor})" in (ROOT / "rlplus/cli/__init__.py").read_text()
+    assert f"sys.version_info < ({major}, {minor})" in (ROOT / "rlplus/tools/cli/__init__.py").read_text()
     for name in ("README.md", "docs/index.md"):
         assert f"Python {TRAINER} or later" in (ROOT / name).read_text(), name
 
@@ -110,7 +110,7 @@ def upgrades() -> list[str]:
 def test_what_the_notes_on_upgrading_name_exists() -> None:
     cells = upgrades()
     names = {name for cell in cells for name in re.findall(r"`(rlplus(?:\.\w+)+)`", cell)}
-    assert {"rlplus.loss", "rlplus.trainer.evaluator", "rlplus.rollout.Sampling"} <= names
+    assert {"rlplus.loss", "rlplus.train.trainer.evaluator", "rlplus.train.rollout.Sampling"} <= names
     for name in names:
         pkgutil.resolve_name(name)
     commands = [found for cell in cells for found in re.findall(r"`rlplus ([a-z].*?)`", cell)]

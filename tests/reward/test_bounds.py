@@ -12,13 +12,13 @@ import sympy
 from grader_kinds import GRADERS
 from hypothesis import assume, given, settings
 
-from rlplus.reward.graders import bounds, words
-from rlplus.reward.graders.base import last_box
-from rlplus.reward.graders.choice import choice
-from rlplus.reward.graders.code import extract_code
-from rlplus.reward.graders.exact import exact_match
-from rlplus.reward.graders.math import load_math_verify
-from rlplus.reward.graders.unicode_latex import as_latex
+from rlplus.train.reward.graders import bounds, words
+from rlplus.train.reward.graders.base import last_box
+from rlplus.train.reward.graders.choice import choice
+from rlplus.train.reward.graders.code import extract_code
+from rlplus.train.reward.graders.exact import exact_match
+from rlplus.train.reward.graders.math import load_math_verify
+from rlplus.train.reward.graders.unicode_latex import as_latex
 
 HUGE = [
     "10^{-1000000000}", "10^{1000000000}", "9^{9^{9}}", "1e1000000000", "1e-1000000000", r"\frac{1}{3}^{1000000000}",

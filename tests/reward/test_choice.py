@@ -2,7 +2,7 @@
 
 import pytest
 
-from rlplus.reward.graders.choice import choice, letter
+from rlplus.train.reward.graders.choice import choice, letter
 
 READ = [
     ("(C)", "C"),

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from rlplus.reward.graders.code import _same_text, _same_value, extract_code
+from rlplus.train.reward.graders.code import _same_text, _same_value, extract_code
 
 
 def test_extract_code() -> None:

@@ -13,14 +13,14 @@ import sandboxes
 from reward_graders import linux, reward_config
 from sandboxes import Sandbox
 
-from rlplus.reward import Scorer
-from rlplus.reward.graders.code import code_grader
-from rlplus.reward.worker_handle import Worker
+from rlplus.train.reward import Scorer
+from rlplus.train.reward.graders.code import code_grader
+from rlplus.train.reward.worker_handle import Worker
 
 pytestmark = linux
 sandbox, closed = sandboxes.sandbox, sandboxes.closed
 
-REWARD = Path(__file__).parents[2] / "rlplus" / "reward"
+REWARD = Path(__file__).parents[2] / "rlplus" / "train" / "reward"
 DOUBLE = "for line in open(0):\n    print(2 * int(line))"
 
 
@@ -131,8 +131,8 @@ worker.main()
 def test_a_grader_may_still_say_that_a_program_was_over_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     """64 processes burn seconds of CPU time between two looks: the program is wrong, and the grader has not failed."""
     now, cpu = 0.0, 0.0
-    monkeypatch.setattr("rlplus.reward.worker_handle.time", SimpleNamespace(monotonic=lambda: now))
-    monkeypatch.setattr("rlplus.reward.worker_handle.cpu_seconds", lambda process: cpu)
+    monkeypatch.setattr("rlplus.train.reward.worker_handle.time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr("rlplus.train.reward.worker_handle.cpu_seconds", lambda process: cpu)
     worker = Worker.__new__(Worker)
     monkeypatch.setattr(worker, "_ended", lambda: False)
     worker.ready, worker.pending, worker._broken, worker.process = True, deque([0]), "", SimpleNamespace(pid=1)

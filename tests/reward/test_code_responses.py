@@ -7,7 +7,7 @@ import sandboxes
 from reward_graders import linux
 from sandboxes import Sandbox, run
 
-from rlplus.reward.graders.code import code_grader
+from rlplus.train.reward.graders.code import code_grader
 
 pytestmark = linux
 sandbox, closed = sandboxes.sandbox, sandboxes.closed

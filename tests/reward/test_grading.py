@@ -14,14 +14,14 @@ from reward_graders import decode, example, reward_config
 from trainer_runs import metrics, on_ranks, run_config
 
 import rlplus
-import rlplus.trainer.run_parts
-from rlplus.checkpoint import read_state
-from rlplus.config import RewardConfig
-from rlplus.data import byte_tokenizer
-from rlplus.reward import Score, Scorer, grade_demonstrations, keep_passed
-from rlplus.trainer import train
-from rlplus.trainer.ranks import initialize_distributed
-from rlplus.trainer.rollouts import Drawn, Rollouts
+import rlplus.train.trainer.run_parts
+from rlplus.train.checkpoint import read_state
+from rlplus.train.config import RewardConfig
+from rlplus.train.data import byte_tokenizer
+from rlplus.train.reward import Score, Scorer, grade_demonstrations, keep_passed
+from rlplus.train.trainer import train
+from rlplus.train.trainer.ranks import initialize_distributed
+from rlplus.train.trainer.rollouts import Drawn, Rollouts
 
 
 def test_demonstrations_that_do_not_pass_are_dropped_and_counted() -> None:
@@ -57,10 +57,10 @@ from dataclasses import replace
 import torch.distributed as dist
 sys.path.insert(0, sys.argv[1])
 from reward_graders import decode, example
-from rlplus.data import Sample
-from rlplus.reward import Score, grade_demonstrations
-from rlplus.rollout import RunFailed
-from rlplus.trainer.groups import score
+from rlplus.train.data import Sample
+from rlplus.train.reward import Score, grade_demonstrations
+from rlplus.train.rollout import RunFailed
+from rlplus.train.trainer.groups import score
 
 dist.init_process_group("gloo")
 rank = dist.get_rank()
@@ -191,7 +191,7 @@ def test_a_masked_sample_is_as_if_it_had_never_been_generated(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, preset: str
 ) -> None:
     """Neither loss, KL and entropy, nor group statistics, nor denominators know of it."""
-    monkeypatch.setattr(rlplus.trainer.run_parts, "Scorer", ByLength)
+    monkeypatch.setattr(rlplus.train.trainer.run_parts, "Scorer", ByLength)
     algorithm = {"preset": preset, "objective": {"kl_coef": 0.1, "entropy_coef": 0.01}}
     settings: dict[str, Any] = {"algorithm": algorithm, "train": {"steps": 2, "prompts_per_update": 2}}
     masked = train(run_config(tmp_path, "masked", **settings))
@@ -222,7 +222,7 @@ def run_decode(tokens: Sequence[int]) -> str:
 
 
 def test_on_failure_zero_is_a_reward_like_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rlplus.trainer.run_parts, "Scorer", ByLength)
+    monkeypatch.setattr(rlplus.train.trainer.run_parts, "Scorer", ByLength)
     (first, _) = metrics(train(run_config(tmp_path, "mask")))
     (zero, _) = metrics(train(run_config(tmp_path, "zero", reward={"on_failure": "zero"})))
     assert zero["reward/masked"] == 0 < zero["reward/timeout"] == first["reward/timeout"] == first["reward/masked"]
@@ -231,7 +231,7 @@ def test_on_failure_zero_is_a_reward_like_others(tmp_path: Path, monkeypatch: py
 
 def test_a_step_whose_rollouts_are_all_masked_trains_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ByLength, "failed", staticmethod(lambda text: True))
-    monkeypatch.setattr(rlplus.trainer.run_parts, "Scorer", ByLength)
+    monkeypatch.setattr(rlplus.train.trainer.run_parts, "Scorer", ByLength)
     rows = metrics(train(run_config(tmp_path, algorithm={"preset": "grpo"})))
     assert [row["reward/masked"] for row in rows] == [1.0, 1.0]
     assert [row["actor/updated"] for row in rows] == [0.0, 0.0]

@@ -11,9 +11,9 @@ from latex2sympy2_extended import latex2sympy2
 from latex2sympy2_extended.antlr_parser import PSParser
 from math_verify import parse, parser, verify
 
-from rlplus.reward.graders.base import boxes, last_box
-from rlplus.reward.graders.math import _only_box, math_verify
-from rlplus.reward.graders.oat import oat
+from rlplus.train.reward.graders.base import boxes, last_box
+from rlplus.train.reward.graders.math import _only_box, math_verify
+from rlplus.train.reward.graders.oat import oat
 
 GRADE, BOX, STRICT = math_verify(), math_verify(box=True), math_verify(plain=True)
 

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from reward_graders import linux, reward_config
 
-from rlplus.reward import Scorer
-from rlplus.reward.worker_handle import Worker
+from rlplus.train.reward import Scorer
+from rlplus.train.reward.worker_handle import Worker
 
 # Verdicts
 

@@ -15,9 +15,9 @@ import pytest
 from processes import has_name, started, wait_until
 from reward_graders import alive, linux, reward_config
 
-from rlplus.reward import Score, Scorer, worker_handle
-from rlplus.reward import scorer as scorer_module
-from rlplus.reward.supervisor import OUTPUT_LIMIT
+from rlplus.train.reward import Score, Scorer, worker_handle
+from rlplus.train.reward import scorer as scorer_module
+from rlplus.train.reward.supervisor import OUTPUT_LIMIT
 
 Grader = Callable[..., Scorer]
 RIGHT = Score(1.0, "ok")
@@ -176,8 +176,8 @@ def test_close_leaves_no_process(grader: Grader) -> None:
 
 PARENT = """
 import json, sys
-from rlplus.config import RewardConfig
-from rlplus.reward import Scorer
+from rlplus.train.config import RewardConfig
+from rlplus.train.reward import Scorer
 scorer = Scorer(RewardConfig(**json.loads(sys.argv[1])))
 pids = sorted({int(s.value) for _ in range(5) for s in scorer(["pid"] * 20, [""] * 20)})
 scorer([f"descendants {sys.argv[2]}"], [""])

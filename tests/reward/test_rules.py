@@ -14,16 +14,16 @@ from hypothesis import given, settings
 from reward_graders import decode, example, reward_config
 from trainer_runs import metrics, run_config
 
-from rlplus.config import RewardConfig, load_config
-from rlplus.data import Example, Sample, read_kept
-from rlplus.lazy import import_function
-from rlplus.reward import Score, Scorer, grade_demonstrations, rules_of
-from rlplus.reward.graders import make_grader
-from rlplus.reward.graders.base import boxes
-from rlplus.reward.graders.rules import Judge
-from rlplus.trainer import train
-from rlplus.trainer.groups import score
-from rlplus.trainer.ranks import initialize_distributed
+from rlplus.common.lazy import import_function
+from rlplus.train.config import RewardConfig, load_config
+from rlplus.train.data import Example, Sample, read_kept
+from rlplus.train.reward import Score, Scorer, grade_demonstrations, rules_of
+from rlplus.train.reward.graders import make_grader
+from rlplus.train.reward.graders.base import boxes
+from rlplus.train.reward.graders.rules import Judge
+from rlplus.train.trainer import train
+from rlplus.train.trainer.groups import score
+from rlplus.train.trainer.ranks import initialize_distributed
 
 CUT = "4. Calculate the amount.\n\n5. Finalize the result.\n\nThe initial amount of money Betty"
 PROGRAM = "```python\nprint(2 * int(input()))\n```"

@@ -9,8 +9,8 @@ import pytest
 from grader_kinds import GRADERS
 from hypothesis import assume, given, settings
 
-from rlplus.reward.graders.unicode_latex import as_latex
-from rlplus.reward.graders.words import word_of
+from rlplus.train.reward.graders.unicode_latex import as_latex
+from rlplus.train.reward.graders.words import word_of
 
 PAGE = (Path(__file__).parents[2] / "docs/data.md").read_text(encoding="utf-8")
 HEAD, *ROWS = [

@@ -12,8 +12,8 @@ import torch
 from adapter_models import ALPHA, RANK, Adapted
 from rollout_models import PROMPTS, requests
 
-from rlplus.rollout import Adapters, RolloutEngine, Sampling
-from rlplus.rollout.process_engine import ProcessEngine
+from rlplus.train.rollout import Adapters, RolloutEngine, Sampling
+from rlplus.train.rollout.process_engine import ProcessEngine
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 

@@ -10,8 +10,8 @@ from causal_lms import make
 from rollout_models import PROMPTS, gap, requests, start
 from torch import Tensor
 
-from rlplus.rollout import Sampling
-from rlplus.rollout.attention import attend
+from rlplus.train.rollout import Sampling
+from rlplus.train.rollout.attention import attend
 
 
 def defined(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float) -> Tensor:

@@ -17,14 +17,14 @@ from update_cases import batch_of_samples, naive_loss, packed
 
 from examples import calculator, thought_templates
 from experiments.toy.task import draw_splits, make_tokenizer, write_jsonl
-from rlplus.algorithm import ALGORITHMS
-from rlplus.config import Config
-from rlplus.data import Example, Sample
-from rlplus.evaluation import evaluate
-from rlplus.recipe import Batch, Recipe
-from rlplus.reward import Score
-from rlplus.rollout import Completion, Request, Response, RunFailed, Sampler, Sampling, make_respond
-from rlplus.trainer import Interrupted, Run, open_run, train
+from rlplus.train.algorithm import ALGORITHMS
+from rlplus.train.config import Config
+from rlplus.train.data import Example, Sample
+from rlplus.train.evaluation import evaluate
+from rlplus.train.recipe import Batch, Recipe
+from rlplus.train.reward import Score
+from rlplus.train.rollout import Completion, Request, Response, RunFailed, Sampler, Sampling, make_respond
+from rlplus.train.trainer import Interrupted, Run, open_run, train
 
 END, CALL = 9, 7
 TOKENIZER: Any = make_tokenizer()
@@ -151,7 +151,7 @@ def demo_config(folder: Path, output: str = "run", **train_changes: Any) -> Conf
 def test_the_policy_learns_from_what_it_wrote_and_reads_what_the_tool_wrote(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rlplus.trainer.run_parts.make_recipe", Kept)
+    monkeypatch.setattr("rlplus.train.trainer.run_parts.make_recipe", Kept)
     Kept.kept.clear()
     rows = metrics(train(demo_config(tmp_path)))
     called = 0
@@ -192,7 +192,7 @@ def test_a_run_with_a_function_resumes_bit_for_bit(tmp_path: Path, monkeypatch: 
     config = run_config(tmp_path, "parts", rollout=rollout)
     Kept.kept.clear()
     with monkeypatch.context() as patch:
-        patch.setattr("rlplus.trainer.run_parts.make_recipe", Killed)
+        patch.setattr("rlplus.train.trainer.run_parts.make_recipe", Killed)
         with pytest.raises(Interrupted):
             train(config)
     parts = train(config, resume="newest")

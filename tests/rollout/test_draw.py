@@ -8,8 +8,8 @@ import torch
 from rollout_models import PROMPTS, requests, save, start, tiny_model
 from torch import Tensor
 
-from rlplus.rollout import RunFailed, Sampling
-from rlplus.rollout.transformers_engine import BLOCK, draw
+from rlplus.train.rollout import RunFailed, Sampling
+from rlplus.train.rollout.transformers_engine import BLOCK, draw
 
 
 def drawn(logits: Tensor, uniform: Tensor, monkeypatch: pytest.MonkeyPatch, temperature: float = 1.0) -> Tensor:

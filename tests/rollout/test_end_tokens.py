@@ -12,10 +12,10 @@ from servers import FakeServer
 from sglang_servers import FakeSGLang
 from transformers import AutoModelForCausalLM
 
-from rlplus.config import RolloutConfig
-from rlplus.data import Example
-from rlplus.rollout import Request, Response, Sampling, make_engine
-from rlplus.rollout.environments.turns import Turns
+from rlplus.train.config import RolloutConfig
+from rlplus.train.data import Example
+from rlplus.train.rollout import Request, Response, Sampling, make_engine
+from rlplus.train.rollout.environments.turns import Turns
 
 ENGINES = [
     {"engine": "transformers"},

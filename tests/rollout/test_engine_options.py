@@ -13,14 +13,14 @@ from plan_cases import paper
 from rollout_models import EOS, MAX_MODEL_LEN, PAD, PROMPTS, gap, requests, save, tiny_model
 from trainer_runs import run_config
 
-import rlplus.rollout
-import rlplus.rollout.vllm_engine
+import rlplus.train.rollout
+import rlplus.train.rollout.vllm_engine
 from rlplus.common.kept_sets import KeptSets
-from rlplus.config import RolloutConfig, load_config
-from rlplus.config.rollout_section import OWNED
-from rlplus.plan import make_cluster, make_plan
-from rlplus.rollout import Sampling, make_engine
-from rlplus.trainer.run_folder import state_to_resume
+from rlplus.tools.plan import make_cluster, make_plan
+from rlplus.train.config import RolloutConfig, load_config
+from rlplus.train.config.rollout_section import OWNED
+from rlplus.train.rollout import Sampling, make_engine
+from rlplus.train.trainer.run_folder import state_to_resume
 
 DEFAULTS = {"enable_chunked_prefill", "max_num_batched_tokens", "use_tqdm_on_load"}  # the trainer's; a user may differ
 
@@ -40,9 +40,9 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
     names = [*OWNED, *DEFAULTS, "max_num_seqs", "speculative_config"]
     module = SimpleNamespace(LLM=make, EngineArgs=make_dataclass("EngineArgs", names), __version__="9.9")
-    monkeypatch.setattr(rlplus.rollout.vllm_engine, "import_vllm", lambda: module)
-    monkeypatch.setattr(rlplus.rollout.vllm_engine, "_on_cpu", lambda: False)
-    monkeypatch.setattr(rlplus.rollout, "_choose", lambda engine: engine)
+    monkeypatch.setattr(rlplus.train.rollout.vllm_engine, "import_vllm", lambda: module)
+    monkeypatch.setattr(rlplus.train.rollout.vllm_engine, "_on_cpu", lambda: False)
+    monkeypatch.setattr(rlplus.train.rollout, "_choose", lambda engine: engine)
     return arguments
 
 
@@ -103,7 +103,7 @@ def test_top_k_asks_for_the_tokens_that_were_kept(
 def test_a_vllm_that_returns_no_kept_tokens_is_refused(
     tmp_path: Path, asked: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    module = rlplus.rollout.vllm_engine.import_vllm()
+    module = rlplus.train.rollout.vllm_engine.import_vllm()
     monkeypatch.setattr(module, "EngineArgs", make_dataclass("EngineArgs", ["seed"]))
     with pytest.raises(ValueError, match=r"rollout.top_k 8 needs the tokens .*; got vLLM 9\.9, which has no such"):
         start(tmp_path, rollout={"top_k": 8})
@@ -139,7 +139,7 @@ def test_routing_replay_asks_for_the_experts(
     with pytest.raises(ValueError, match=r"want an engine that was made with rollout\.routing_replay"):
         engine.generate(requests([[5]], [1], 4), Sampling(1.0, 0, experts=True))
     engine.close()
-    module = rlplus.rollout.vllm_engine.import_vllm()
+    module = rlplus.train.rollout.vllm_engine.import_vllm()
     monkeypatch.setattr(module, "EngineArgs", make_dataclass("EngineArgs", ["seed"]))
     with pytest.raises(ValueError, match=r"routing_replay needs the experts .*; got vLLM 9\.9, which has no such"):
         start(tmp_path, rollout={"routing_replay": True})
@@ -169,13 +169,13 @@ def test_an_unknown_option_is_refused_with_the_nearest_name(
     with pytest.raises(ValueError, match=r"^rollout\.vllm\.xyz: vLLM 9\.9 has no such argument$"):
         start(tmp_path, xyz=4)
     assert not asked
-    monkeypatch.setattr(rlplus.rollout.vllm_engine, "_on_cpu", lambda: True)
+    monkeypatch.setattr(rlplus.train.rollout.vllm_engine, "_on_cpu", lambda: True)
     with pytest.raises(ValueError, match=r"^rollout\.vllm\.enable_chunked_prefill: leave it out, on the CPU"):
         start(tmp_path, enable_chunked_prefill=True)
 
 
 def test_options_are_not_dropped_where_auto_finds_no_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rlplus.rollout, "find_spec", lambda name: None)
+    monkeypatch.setattr(rlplus.train.rollout, "find_spec", lambda name: None)
     config = RolloutConfig(max_response_length=8, vllm={"max_num_seqs": 4})
     with pytest.raises(ValueError, match=r"^rollout\.vllm needs vLLM, which is not installed"):
         make_engine(config, "-", dtype="float32", max_model_len=8, end_ids=[0], pad_token_id=0, seed=0)
@@ -185,7 +185,7 @@ def test_a_run_resumes_with_the_options_that_it_began_with(tmp_path: Path, monke
     """They change the samples by rounding at least."""
     config = run_config(tmp_path, rollout={"engine": "vllm", "vllm": {"max_num_seqs": 4}})
     saved = {"config": config.model_dump(mode="json"), "step": 3, "best": None, "surroundings": {}}
-    monkeypatch.setattr("rlplus.checkpoint.read_state", lambda folder: saved)
+    monkeypatch.setattr("rlplus.train.checkpoint.read_state", lambda folder: saved)
     state_to_resume(tmp_path, config, {})
     with pytest.raises(ValueError, match=r"rollout\.vllm\.max_num_seqs was 4, is 5"):
         state_to_resume(tmp_path, changed(config, "rollout", vllm={"max_num_seqs": 5}), {})

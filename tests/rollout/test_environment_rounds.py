@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from rlplus.errors import RunFailed
-from rlplus.rollout.environments.together import Together
+from rlplus.common.errors import RunFailed
+from rlplus.train.rollout.environments.together import Together
 
 
 def rounds_of(delays: random.Random) -> tuple[list[dict[int, str]], list[str]]:

@@ -10,11 +10,11 @@ from chat_templates import CHATML, FORGETFUL, byte_turns, word_tokenizer
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
-from rlplus.data import Example
-from rlplus.errors import RunFailed
-from rlplus.rollout import Response
-from rlplus.rollout.environments.tool_calls import Call, parse_calls
-from rlplus.rollout.environments.turns import Message, Turns, call_message
+from rlplus.common.errors import RunFailed
+from rlplus.train.data import Example
+from rlplus.train.rollout import Response
+from rlplus.train.rollout.environments.tool_calls import Call, parse_calls
+from rlplus.train.rollout.environments.turns import Message, Turns, call_message
 
 USER: Message = {"role": "user", "content": "guess"}
 TOOL = {"type": "function", "function": {"name": "add", "description": "Sum.", "parameters": {"type": "object"}}}

@@ -11,10 +11,10 @@ from mixtures import FAMILIES, chosen_by, mixture
 from rollout_models import PROMPTS, requests, save, start, start_process, tiny_model
 
 from rlplus.common.chosen_experts import fault
-from rlplus.config import RolloutConfig
-from rlplus.data import Example, byte_tokenizer
-from rlplus.rollout import Completion, RunFailed, Sampling, check_experts, make_respond
-from rlplus.rollout.transformers_engine import TransformersEngine
+from rlplus.train.config import RolloutConfig
+from rlplus.train.data import Example, byte_tokenizer
+from rlplus.train.rollout import Completion, RunFailed, Sampling, check_experts, make_respond
+from rlplus.train.rollout.transformers_engine import TransformersEngine
 
 SAMPLING = Sampling(1.0, 7, experts=True)
 COUNTS, LONGEST = [3, 0, 2], 12

@@ -12,7 +12,7 @@ from engine_runs import write_start
 from trainer_runs import run_config
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from rlplus.trainer import train
+from rlplus.train.trainer import train
 
 PROMPTS = ["3+0=", "0+0=", "5+2=", "what"]
 GENERATE = """

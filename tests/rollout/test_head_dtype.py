@@ -8,9 +8,9 @@ import torch
 from rollout_models import EOS, MAX_MODEL_LEN, PAD, save, tiny_model
 from torch import nn
 
-from rlplus.config import RolloutConfig
-from rlplus.rollout import Request, Sampling, make_engine
-from rlplus.rollout.transformers_engine import _multiply_in_fp32
+from rlplus.train.config import RolloutConfig
+from rlplus.train.rollout import Request, Sampling, make_engine
+from rlplus.train.rollout.transformers_engine import _multiply_in_fp32
 
 PROMPT, TEMPERATURE = [5, 9, 12], 2.0  # the highest that vLLM takes
 

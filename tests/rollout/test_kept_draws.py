@@ -12,9 +12,9 @@ from rollout_models import PROMPTS, VOCABULARY, requests, save, start, start_pro
 from torch import Tensor
 
 from rlplus.common.kept_sets import KeptSets
-from rlplus.data import Example, byte_tokenizer
-from rlplus.rollout import Completion, RolloutEngine, RunFailed, Sampling, check_kept, make_respond
-from rlplus.rollout.transformers_engine import draw_kept
+from rlplus.train.data import Example, byte_tokenizer
+from rlplus.train.rollout import Completion, RolloutEngine, RunFailed, Sampling, check_kept, make_respond
+from rlplus.train.rollout.transformers_engine import draw_kept
 
 OPTIONS = [
     {"top_k": 5},

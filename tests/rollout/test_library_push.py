@@ -15,7 +15,7 @@ import torch
 from rollout_models import save, tiny_model
 from servers import FINISHING, INIT, SHUTDOWN, STARTING, FakeServer, connect
 
-from rlplus.rollout import RunFailed
+from rlplus.train.rollout import RunFailed
 
 pytestmark = pytest.mark.vllm
 
@@ -167,7 +167,7 @@ import torch
 import torch.distributed as dist
 from rollout_models import tiny_model
 from servers import connect
-from rlplus.rollout import RunFailed
+from rlplus.train.rollout import RunFailed
 from vllm.distributed.weight_transfer import ipc_engine
 from vllm.distributed.weight_transfer.packed_tensor import PackedIpcChunk
 

@@ -14,11 +14,11 @@ from sglang_servers import FakeSGLang
 from teacher_servers import TeacherServer, serving
 from teachers import make_teacher, rollouts
 
-from rlplus.config import RolloutConfig
-from rlplus.errors import SharedFailure
-from rlplus.recipe import Batch
-from rlplus.rollout import Completion, RolloutEngine, RunFailed, Sampling, make_engine
-from rlplus.trainer import open_run
+from rlplus.common.errors import SharedFailure
+from rlplus.train.config import RolloutConfig
+from rlplus.train.recipe import Batch
+from rlplus.train.rollout import Completion, RolloutEngine, RunFailed, Sampling, make_engine
+from rlplus.train.trainer import open_run
 
 ODD: list[Any] = [None, "x", [], {}, True, 7.5, [None], {"a": None}, 10**400, False]
 GONE = object()

@@ -16,11 +16,11 @@ from said_texts import END, Saying
 from trainer_runs import metrics
 from websockets.asyncio.client import connect
 
-from rlplus.cli import main
-from rlplus.config import DataConfig, EnvironmentConfig, load_config
-from rlplus.data import Example, load_examples
-from rlplus.rollout import Completion, Request, RunFailed, Sampling, make_respond
-from rlplus.rollout.environments import load_environment
+from rlplus.tools.cli import main
+from rlplus.train.config import DataConfig, EnvironmentConfig, load_config
+from rlplus.train.data import Example, load_examples
+from rlplus.train.rollout import Completion, Request, RunFailed, Sampling, make_respond
+from rlplus.train.rollout.environments import load_environment
 
 ROOM = 160
 
@@ -95,7 +95,7 @@ def test_timeout_s_is_the_only_limit_of_time(address: str, monkeypatch: pytest.M
         seen.append(options)
         return connect(*args, **options)
 
-    monkeypatch.setattr("rlplus.rollout.environments.openenv_environment.connect", noting)
+    monkeypatch.setattr("rlplus.train.rollout.environments.openenv_environment.connect", noting)
     load_environment(configured(address))
     assert [(options["open_timeout"], options["ping_timeout"]) for options in seen] == [(None, None)]
 

@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlplus.rollout import parcels
-from rlplus.rollout.parcels import Memory, NodeWeights, Parcel, checksum, shared_memory
+from rlplus.train.rollout import parcels
+from rlplus.train.rollout.parcels import Memory, NodeWeights, Parcel, checksum, shared_memory
 
 
 def weights() -> dict[str, Tensor]:
@@ -145,7 +145,7 @@ def test_a_rank_alone_holds_one_version() -> None:
 
 KILLED = """
 import sys, time, torch
-from rlplus.rollout.parcels import Memory
+from rlplus.train.rollout.parcels import Memory
 memory = Memory()
 memory.add("w", torch.ones(1_000_000))
 print(memory.seal().fd, flush=True)

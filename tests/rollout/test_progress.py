@@ -12,11 +12,11 @@ import processes
 import pytest
 from rollout_models import PROMPTS, requests, save, start, tiny_model
 
-import rlplus.rollout.process_engine
+import rlplus.train.rollout.process_engine
 from rlplus.common import activity
-from rlplus.rollout import Sampling
-from rlplus.rollout.clock import Clock
-from rlplus.rollout.process_engine import POLL_S, ProcessEngine, _EngineDied, _Heartbeat
+from rlplus.train.rollout import Sampling
+from rlplus.train.rollout.clock import Clock
+from rlplus.train.rollout.process_engine import POLL_S, ProcessEngine, _EngineDied, _Heartbeat
 
 
 class Ticks:
@@ -88,7 +88,7 @@ def test_progress_is_what_has_a_deadline(monkeypatch: pytest.MonkeyPatch) -> Non
         pipe = ScriptedPipe(*((message, counts) for message in messages), *([(answer, 7)] if answer else []))
         engine._pipe = pipe  # type: ignore[assignment]
         monkeypatch.setattr(
-            rlplus.rollout.process_engine, "time", SimpleNamespace(monotonic=lambda pipe=pipe: pipe.now)
+            rlplus.train.rollout.process_engine, "time", SimpleNamespace(monotonic=lambda pipe=pipe: pipe.now)
         )
         if answer:
             assert engine._exchange("question", 1.5) == 7
@@ -104,8 +104,8 @@ def test_signs_of_progress_are_not_too_many(monkeypatch: pytest.MonkeyPatch) -> 
     ours, theirs = Pipe()
     heartbeat, now = _Heartbeat(theirs), 1000.0
     activity.rollouts.restore((64, 37, 5000, 12.5))
-    monkeypatch.setattr(rlplus.rollout.process_engine, "time", SimpleNamespace(monotonic=lambda: now))
-    monkeypatch.setattr(rlplus.rollout.process_engine, "BEAT_S", 1 / 8)
+    monkeypatch.setattr(rlplus.train.rollout.process_engine, "time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr(rlplus.train.rollout.process_engine, "BEAT_S", 1 / 8)
     with heartbeat.running("the first token"):
         for _ in range(100):
             now += 1 / 32

@@ -12,8 +12,8 @@ import pytest
 from rollout_models import MAX_MODEL_LEN, PROMPTS, gap, requests, save, start, tiny_model
 from servers import Server, ask, connect, metric
 
-import rlplus.rollout.server_http
-from rlplus.rollout import RolloutEngine, RunFailed, Sampling
+import rlplus.train.rollout.server_http
+from rlplus.train.rollout import RolloutEngine, RunFailed, Sampling
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
@@ -91,7 +91,7 @@ def check_what_it_guards(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_API_KEY", "wrong")
     with pytest.raises(RunFailed, match=r"401: .*Is VLLM_API_KEY that of the server"):
         ask(engine)
-    stranger = rlplus.rollout.server_http.Requests(engine._http.url)
+    stranger = rlplus.train.rollout.server_http.Requests(engine._http.url)
     assert b"vllm_config" in stranger.send("GET", "/server_info?config_format=json")
     assert b"results" in stranger.send("POST", "/collective_rpc", {"method": "check_health"})
     monkeypatch.setenv("VLLM_API_KEY", "secret")

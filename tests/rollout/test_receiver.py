@@ -15,10 +15,10 @@ from rollout_models import save, tiny_model
 from torch import Tensor, nn
 
 import rlplus
-from rlplus.rollout import parcels, worker_answers
-from rlplus.rollout.parcels import Memory, Parcel
-from rlplus.rollout.push import BACKEND
-from rlplus.rollout.worker_answers import Answers
+from rlplus.train.rollout import parcels, worker_answers
+from rlplus.train.rollout.parcels import Memory, Parcel
+from rlplus.train.rollout.push import BACKEND
+from rlplus.train.rollout.worker_answers import Answers
 
 pytestmark = pytest.mark.vllm
 
@@ -56,7 +56,7 @@ def receiver(tmp_path: Path) -> Iterator[Any]:
     from vllm.distributed.weight_transfer import WeightTransferEngineFactory
     from vllm.model_executor.model_loader.reload import record_metadata_for_reloading
 
-    import rlplus.rollout.receiver  # noqa: F401  # as vLLM's worker does, by its argument worker_extension_cls
+    import rlplus.train.rollout.receiver  # noqa: F401  # as vLLM's worker does, by its argument worker_extension_cls
 
     model = tiny_model(tied=False)
     save(model, tmp_path)

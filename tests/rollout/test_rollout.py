@@ -29,7 +29,7 @@ from rollout_models import (
 from transformers import Gemma2Config, Gemma2ForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from rlplus.common import activity
-from rlplus.rollout import Completion, Request, RolloutEngine, Sampling
+from rlplus.train.rollout import Completion, Request, RolloutEngine, Sampling
 
 
 @dataclass

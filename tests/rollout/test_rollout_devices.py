@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 import torch
 
-import rlplus.rollout
-from rlplus.config import RolloutConfig
+import rlplus.train.rollout
+from rlplus.train.config import RolloutConfig
 
 
 @pytest.mark.parametrize(
@@ -53,14 +53,14 @@ def test_tensor_parallel_size_fits_ranks_and_gpus(
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     config = RolloutConfig(engine="vllm", mode=mode, tensor_parallel_size=size, max_response_length=8)
     if message is None:
-        rlplus.rollout._check_devices(config)
+        rlplus.train.rollout._check_devices(config)
         return
     with pytest.raises(ValueError, match=message):
-        rlplus.rollout._check_devices(config)
+        rlplus.train.rollout._check_devices(config)
 
 
 def test_an_engine_process_sees_only_gpus_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    from rlplus.rollout.process_engine import _environment
+    from rlplus.train.rollout.process_engine import _environment
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 6)

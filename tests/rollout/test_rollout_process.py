@@ -15,11 +15,11 @@ import pytest
 from rollout_models import PROMPTS, gap, requests, save, start, start_process, tiny_model
 from transformers import Qwen2ForCausalLM
 
-import rlplus.rollout.process_engine
-from rlplus.config import RolloutConfig
-from rlplus.rollout import RolloutEngine, RunFailed, Sampling, make_engine
-from rlplus.rollout.parcels import shared_memory
-from rlplus.rollout.process_engine import ProcessEngine, _EngineDied, _limit
+import rlplus.train.rollout.process_engine
+from rlplus.train.config import RolloutConfig
+from rlplus.train.rollout import RolloutEngine, RunFailed, Sampling, make_engine
+from rlplus.train.rollout.parcels import shared_memory
+from rlplus.train.rollout.process_engine import ProcessEngine, _EngineDied, _limit
 
 KINDS = ["transformers", pytest.param("vllm", marks=[pytest.mark.vllm, pytest.mark.slow])]
 
@@ -105,11 +105,13 @@ def test_death_in_a_push_and_refusals(shared: tuple[Path, Qwen2ForCausalLM], mon
         original = engine._start
 
         def start_with_time() -> None:
-            monkeypatch.setattr(rlplus.rollout.process_engine, "GRACE_S", processes.PATIENCE_S)
+            monkeypatch.setattr(rlplus.train.rollout.process_engine, "GRACE_S", processes.PATIENCE_S)
             original()
 
         monkeypatch.setattr(engine, "_start", start_with_time)
-        monkeypatch.setattr(rlplus.rollout.process_engine, "GRACE_S", 0.5 - engine._timeout_s)  # half a second in all
+        monkeypatch.setattr(
+            rlplus.train.rollout.process_engine, "GRACE_S", 0.5 - engine._timeout_s
+        )  # half a second in all
         os.kill(engine.pid, signal.SIGSTOP)  # it hangs: killed after a time, and another one loads
         engine.push_weights(model.named_parameters(), 3)
         assert engine.restarts == 2
@@ -142,7 +144,7 @@ def test_an_engine_that_dies_of_the_question_is_given_up(
         killed_when_busy(engine, 0.0).join()
 
     killed_when_busy(engine, 0.0).join()
-    monkeypatch.setattr(rlplus.rollout.process_engine, "ATTEMPTS", 2)
+    monkeypatch.setattr(rlplus.train.rollout.process_engine, "ATTEMPTS", 2)
     monkeypatch.setattr(engine, "_start", start_and_die)
     with pytest.raises(
         RunFailed, match=r"died 2 times at one generate; the last time: process \d+ ended with status -9"
@@ -170,7 +172,7 @@ def hanging(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder.mkdir()
     monkeypatch.setenv("HANG", str(folder))
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(processes.SUPPORT), *sys.path]))
-    monkeypatch.setattr(rlplus.rollout.process_engine, "WORKER", "hanging_worker")
+    monkeypatch.setattr(rlplus.train.rollout.process_engine, "WORKER", "hanging_worker")
     return folder
 
 
@@ -225,8 +227,8 @@ import sys, time
 sys.path.insert(0, sys.argv[2])
 from pathlib import Path
 from rollout_models import start_process, tiny_model
-import rlplus.rollout.process_engine
-rlplus.rollout.process_engine.WORKER = "hanging_worker"
+import rlplus.train.rollout.process_engine
+rlplus.train.rollout.process_engine.WORKER = "hanging_worker"
 engine = start_process("transformers", Path(sys.argv[1]))
 engine.push_weights(tiny_model(tied=False).named_parameters(), 1)
 print(engine.pid, engine._held[0].fd, flush=True)
@@ -268,7 +270,7 @@ def test_a_dead_engine_whose_pipe_is_still_held_is_noticed(tmp_path: Path, monke
         held.append(os.dup(theirs.fileno()))
         return ours, theirs
 
-    monkeypatch.setattr(rlplus.rollout.process_engine, "Pipe", holding)
+    monkeypatch.setattr(rlplus.train.rollout.process_engine, "Pipe", holding)
     engine = start_process("transformers", tmp_path)
     try:
         engine.push_weights(model.named_parameters(), 1)

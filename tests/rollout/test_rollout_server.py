@@ -14,11 +14,11 @@ import torch
 from rollout_models import EOS, PROMPTS, requests, save, tiny_model
 from servers import FINISHING, INIT, PUSH, STARTING, FakeServer, ask, connect
 
-import rlplus.rollout.http_engine
-import rlplus.rollout.server_engine
+import rlplus.train.rollout.http_engine
+import rlplus.train.rollout.server_engine
 from rlplus.common import activity
 from rlplus.common.kept_sets import KeptSets
-from rlplus.rollout import RolloutEngine, RunFailed, Sampling, check_kept
+from rlplus.train.rollout import RolloutEngine, RunFailed, Sampling, check_kept
 
 
 def test_what_is_asked_and_what_is_pushed(fake: FakeServer, tmp_path: Path) -> None:
@@ -126,7 +126,7 @@ def test_a_server_that_would_not_be_exact_is_refused(fake: FakeServer, tmp_path:
     fake.info["scheduler_config"]["enable_chunked_prefill"] = True
     with pytest.raises(ValueError, match=r"want at http://.* a server started with: VLLM_SERVER_DEV_MODE=1") as refusal:
         connect(fake.url, tmp_path)
-    parts = ("its way of taking weights is None; want rlplus", "its workers do not know rlplus.rollout.receiver")
+    parts = ("its way of taking weights is None; want rlplus", "its workers do not know rlplus.train.rollout.receiver")
     for part in (*parts, "raw_logprobs", "a tokenizer", "torch.bfloat16", "at most 100", "--no-enable-chunked"):
         assert part in str(refusal.value), part
     with pytest.raises(
@@ -267,7 +267,7 @@ def test_a_server_that_hangs_and_one_that_is_slow(
     is stopped; and one that still generates when nothing has been answered for longer than the limit."""
     engine = holding(fake, tmp_path, 3, 9)
     with monkeypatch.context() as patch:
-        for module in (rlplus.rollout.http_engine, rlplus.rollout.server_engine):
+        for module in (rlplus.train.rollout.http_engine, rlplus.train.rollout.server_engine):
             patch.setattr(module, "PATIENCE_S", 0.2)
         fake.silent = True
         with pytest.raises(RunFailed, match=r"did not answer: GET /metrics: TimeoutError .* longer than 0.2 s. Start"):
@@ -359,7 +359,7 @@ from pathlib import Path
 import torch.distributed as dist
 from rollout_models import tiny_model
 from servers import connect
-from rlplus.rollout import RunFailed
+from rlplus.train.rollout import RunFailed
 dist.init_process_group("gloo")
 engine = connect(sys.argv[1], Path(sys.argv[2]))
 for version in (4, 5):

@@ -23,10 +23,10 @@ from rollout_models import (
 )
 from trainer_runs import on_ranks
 
-import rlplus.rollout
+import rlplus.train.rollout
 from rlplus.common.kept_sets import KeptSets
-from rlplus.config import RolloutConfig
-from rlplus.rollout import Completion, Request, RunFailed, Sampling, check_responses, checked_weights, make_engine
+from rlplus.train.config import RolloutConfig
+from rlplus.train.rollout import Completion, Request, RunFailed, Sampling, check_responses, checked_weights, make_engine
 
 
 def test_checked_weights() -> None:
@@ -103,8 +103,8 @@ def test_an_engine_answers_each_request_with_as_many_responses() -> None:
 
 
 def test_choice_of_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    choose = rlplus.rollout._choose
-    monkeypatch.setattr(rlplus.rollout, "find_spec", lambda name: None)
+    choose = rlplus.train.rollout._choose
+    monkeypatch.setattr(rlplus.train.rollout, "find_spec", lambda name: None)
     assert choose("auto") == "transformers"
     assert choose("transformers") == "transformers"
     with pytest.raises(
@@ -112,7 +112,7 @@ def test_choice_of_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     ):
         choose("vllm")
     # Installed and broken, as with CUDA builds on a machine without CUDA: neither choice passes over it.
-    monkeypatch.setattr(rlplus.rollout, "find_spec", lambda name: object())
+    monkeypatch.setattr(rlplus.train.rollout, "find_spec", lambda name: object())
     monkeypatch.setitem(sys.modules, "vllm", ModuleType("vllm"))
     for engine in ("auto", "vllm"):
         with pytest.raises(ValueError, match=r"does not import .*LLM.*install it again by pip install"):
@@ -120,7 +120,7 @@ def test_choice_of_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_sleep_is_not_ignored_where_auto_finds_no_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rlplus.rollout, "find_spec", lambda name: None)
+    monkeypatch.setattr(rlplus.train.rollout, "find_spec", lambda name: None)
     config = RolloutConfig(sleep=True, max_response_length=8)
     with pytest.raises(ValueError, match=r"rollout\.sleep needs vLLM, which is not installed"):
         make_engine(config, "-", dtype="float32", max_model_len=8, end_ids=[0], pad_token_id=0, seed=0)
@@ -128,12 +128,12 @@ def test_sleep_is_not_ignored_where_auto_finds_no_vllm(monkeypatch: pytest.Monke
 
 @pytest.mark.vllm
 def test_auto_takes_vllm_where_it_is_installed() -> None:
-    assert rlplus.rollout._choose("auto") == "vllm"
+    assert rlplus.train.rollout._choose("auto") == "vllm"
 
 
 def test_the_choice_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     save(tiny_model(tied=False), tmp_path)
-    with caplog.at_level("INFO", logger="rlplus.rollout"):
+    with caplog.at_level("INFO", logger="rlplus.train.rollout"):
         start("transformers", tmp_path).close()
     assert "rollout engine: transformers" in caplog.text
 
@@ -185,7 +185,7 @@ def _rank(kind: str, path: Path) -> None:
     zero3 = HfDeepSpeedConfig({"zero_optimization": {"stage": 3}, "train_micro_batch_size_per_gpu": 1})
     models = {}
     for tied in (False, True):
-        with rlplus.rollout.whole_model():
+        with rlplus.train.rollout.whole_model():
             models[tied] = (tiny_model(tied), tiny_model(tied, seed=1))
     before = global_state()
     gaps, tokens = [], []

@@ -7,7 +7,7 @@ import pytest
 from rollout_models import EOS, ODD_LOGPROBS, ODD_TOKENS, save, tiny_model
 from servers import FakeServer, ask, connect
 
-from rlplus.rollout import RunFailed
+from rlplus.train.rollout import RunFailed
 
 
 def told(*numbers: Any) -> list[dict[str, Any]]:

@@ -14,9 +14,9 @@ import pytest
 from local_http import Handler, running
 
 from rlplus.common import http_limits
-from rlplus.learner import served_teacher
-from rlplus.rollout import http_engine, server_http
-from rlplus.rollout.server_http import RESTART, Refused, Requests, split
+from rlplus.train.learner import served_teacher
+from rlplus.train.rollout import http_engine, server_http
+from rlplus.train.rollout.server_http import RESTART, Refused, Requests, split
 
 CAUSES = [
     (socket.gaierror(-2, "Name or service not known"), "Is the host in rollout.server_url right?"),

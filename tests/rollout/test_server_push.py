@@ -11,10 +11,10 @@ import pytest
 from rollout_models import MAX_MODEL_LEN, PROMPTS, gap, save, tiny_model
 from servers import Server, ask, connect, connect_behind_a_killed_run, metric
 
-from rlplus.rollout import RolloutEngine, RunFailed
-from rlplus.rollout.server_engine import GENERATE, TOKENS
-from rlplus.rollout.server_http import Requests, split
-from rlplus.rollout.server_push import Control
+from rlplus.train.rollout import RolloutEngine, RunFailed
+from rlplus.train.rollout.server_engine import GENERATE, TOKENS
+from rlplus.train.rollout.server_http import Requests, split
+from rlplus.train.rollout.server_push import Control
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 

@@ -18,15 +18,15 @@ from safetensors.torch import load_file
 from servers import Server, metric
 from trainer_runs import metrics, run_config
 
-import rlplus.rollout.http_engine
-import rlplus.rollout.server_engine
-from rlplus import checkpoint
-from rlplus.config import Config
-from rlplus.rollout import RunFailed
-from rlplus.rollout.server_engine import ServerEngine
-from rlplus.rollout.server_push import Control
-from rlplus.trainer import Interrupted, train
-from rlplus.trainer.engine import PROBE_TOKENS
+import rlplus.train.rollout.http_engine
+import rlplus.train.rollout.server_engine
+from rlplus.train import checkpoint
+from rlplus.train.config import Config
+from rlplus.train.rollout import RunFailed
+from rlplus.train.rollout.server_engine import ServerEngine
+from rlplus.train.rollout.server_push import Control
+from rlplus.train.trainer import Interrupted, train
+from rlplus.train.trainer.engine import PROBE_TOKENS
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
@@ -177,11 +177,11 @@ def test_a_server_that_hangs_ends_the_run(
 ) -> None:
     """SIGSTOP: its connections stay, but it does not even say that it is well. Then a server that dies in a push."""
     with monkeypatch.context() as patch:
-        patch.setattr(rlplus.rollout.http_engine, "wait", lambda left, _, when: wait(left, 3.0, when))
+        patch.setattr(rlplus.train.rollout.http_engine, "wait", lambda left, _, when: wait(left, 3.0, when))
 
         def stop() -> None:
             patch.setattr(
-                rlplus.rollout.server_engine, "PATIENCE_S", 3.0
+                rlplus.train.rollout.server_engine, "PATIENCE_S", 3.0
             )  # not before: a loaded server is slow to start
             own_server.signal(signal.SIGSTOP)
 

@@ -8,8 +8,8 @@ import pytest
 from rollout_models import MAX_MODEL_LEN, PROMPTS, gap, save, tiny_model
 from servers import Server, ask, connect, connect_behind_a_killed_run
 
-from rlplus.rollout import RunFailed
-from rlplus.rollout.server_push import Control
+from rlplus.train.rollout import RunFailed
+from rlplus.train.rollout.server_push import Control
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 

@@ -13,10 +13,10 @@ from rollout_models import EOS, MAX_MODEL_LEN, ODD_LOGPROBS, ODD_TOKENS, PAD, PR
 from sglang_servers import OTHER_END, FakeSGLang, RealSGLang, whole_response
 from trainer_runs import metrics, run_config
 
-import rlplus.rollout.sglang_engine
-from rlplus.config import RolloutConfig
-from rlplus.rollout import RolloutEngine, RunFailed, Sampling, make_engine
-from rlplus.trainer import train
+import rlplus.train.rollout.sglang_engine
+from rlplus.train.config import RolloutConfig
+from rlplus.train.rollout import RolloutEngine, RunFailed, Sampling, make_engine
+from rlplus.train.trainer import train
 
 
 def connect(url: str, path: Path, dtype: str = "float32", **changes: Any) -> RolloutEngine:
@@ -51,7 +51,7 @@ def test_weights_go_through_the_folder(fake: FakeSGLang, tmp_path: Path, monkeyp
     engine = connect(fake.url, tmp_path)
     with pytest.raises(RuntimeError, match="the server may hold any weights: push before generating"):
         engine.generate(requests(PROMPTS, [1, 1, 1], 4), Sampling(1.0, 0))
-    monkeypatch.setattr(rlplus.rollout.sglang_engine, "SHARD_BYTES", 30_000)
+    monkeypatch.setattr(rlplus.train.rollout.sglang_engine, "SHARD_BYTES", 30_000)
     killed = tmp_path / "shared" / f"{prefix_of(fake)}0123"
     killed.mkdir(0o700, parents=True)
     (killed / "model-00099.safetensors").write_bytes(b"what a killed run left")
@@ -175,7 +175,7 @@ def test_weights_that_are_gathered_a_few_at_a_time(fake: FakeSGLang, tmp_path: P
 def test_other_ranks_write_nothing(fake: FakeSGLang, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save(tiny_model(tied=False), tmp_path)
     engine = connect(fake.url, tmp_path)
-    monkeypatch.setattr(rlplus.rollout.sglang_engine, "rank", lambda: 1)
+    monkeypatch.setattr(rlplus.train.rollout.sglang_engine, "rank", lambda: 1)
     gathered = []
     weights = ((gathered.append(name), (name, p))[1] for name, p in tiny_model(tied=False).named_parameters())
     engine.push_weights(weights, 1)

@@ -20,13 +20,13 @@ from said_texts import Saying
 from trainer_runs import metrics, run_config
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from rlplus.cli import main
-from rlplus.config import DataConfig, EnvironmentConfig, RolloutConfig, load_config
-from rlplus.data import Example, Sample, load_examples
-from rlplus.evaluation import evaluate
-from rlplus.recipe import Batch, Recipe
-from rlplus.rollout import Completion, Request, RolloutEngine, RunFailed, Sampling, make_engine, make_respond
-from rlplus.trainer import train
+from rlplus.tools.cli import main
+from rlplus.train.config import DataConfig, EnvironmentConfig, RolloutConfig, load_config
+from rlplus.train.data import Example, Sample, load_examples
+from rlplus.train.evaluation import evaluate
+from rlplus.train.recipe import Batch, Recipe
+from rlplus.train.rollout import Completion, Request, RolloutEngine, RunFailed, Sampling, make_engine, make_respond
+from rlplus.train.trainer import train
 
 ROOM, TOKENS = 160, 258
 
@@ -283,9 +283,9 @@ def test_environments_that_do_not_load_are_refused(config: dict[str, Any], messa
 @pytest.mark.parametrize(("found", "message"), [("0.4.0", "below 0.4.*got 0.4.0"), ("0.1.9.post3", "got 0.1.9.post3")])
 def test_other_versions_are_refused(found: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.metadata.version", lambda name: found)
-    monkeypatch.delitem(sys.modules, "rlplus.rollout.environments.verifiers_environment", raising=False)
+    monkeypatch.delitem(sys.modules, "rlplus.train.rollout.environments.verifiers_environment", raising=False)
     with pytest.raises(ValueError, match=message):
-        importlib.import_module("rlplus.rollout.environments.verifiers_environment")
+        importlib.import_module("rlplus.train.rollout.environments.verifiers_environment")
 
 
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -293,9 +293,9 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         raise importlib.metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr("importlib.metadata.version", missing)
-    monkeypatch.delitem(sys.modules, "rlplus.rollout.environments.verifiers_environment", raising=False)
+    monkeypatch.delitem(sys.modules, "rlplus.train.rollout.environments.verifiers_environment", raising=False)
     with pytest.raises(ValueError, match=r"verifiers is not installed: pip install .*environments"):
-        importlib.import_module("rlplus.rollout.environments.verifiers_environment")
+        importlib.import_module("rlplus.train.rollout.environments.verifiers_environment")
 
 
 def test_a_run_keeps_its_signals() -> None:
@@ -351,7 +351,7 @@ def test_the_policy_of_the_example_learns(tmp_path: Path) -> None:
 
 def test_a_run_trains_on_what_the_policy_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Engine and trainer agree on every trained token, and the environment's are masked."""
-    monkeypatch.setattr("rlplus.trainer.run_parts.make_recipe", Kept)
+    monkeypatch.setattr("rlplus.train.trainer.run_parts.make_recipe", Kept)
     Kept.kept.clear()
     rows = example(tmp_path, steps=2)
     assert all(row["mismatch/mean"] < 1e-5 for row in rows)

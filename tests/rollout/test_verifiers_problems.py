@@ -7,10 +7,10 @@ import pytest
 from chat_templates import byte_turns
 from said_texts import Saying
 
-from rlplus.config import EnvironmentConfig
-from rlplus.data import Example, distinct
-from rlplus.rollout import Request, Sampling, make_respond
-from rlplus.rollout.environments import load_environment
+from rlplus.train.config import EnvironmentConfig
+from rlplus.train.data import Example, distinct
+from rlplus.train.rollout import Request, Sampling, make_respond
+from rlplus.train.rollout.environments import load_environment
 
 
 def configured(kind: str) -> EnvironmentConfig:

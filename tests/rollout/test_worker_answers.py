@@ -11,8 +11,8 @@ import pytest
 from rollout_models import save, tiny_model
 from servers import FINISHING, INIT, STARTING, FakeServer, ask, connect
 
-from rlplus.rollout import RunFailed, worker_answers
-from rlplus.rollout.worker_answers import Answers, Trainer
+from rlplus.train.rollout import RunFailed, worker_answers
+from rlplus.train.rollout.worker_answers import Answers, Trainer
 
 
 @pytest.fixture(autouse=True)
@@ -57,7 +57,7 @@ def test_only_a_pipe_is_written_to(tmp_path: Path) -> None:
 
 HOLDS = """
 import os, sys, time
-from rlplus.rollout.worker_answers import Answers
+from rlplus.train.rollout.worker_answers import Answers
 answers = Answers(1)
 print(answers.fd, flush=True)
 if os.fork() == 0:
@@ -132,8 +132,8 @@ def test_what_is_no_answer_is_told_to_the_other_ranks(
 
     fake.tell = write  # type: ignore[method-assign]
     with monkeypatch.context() as patch:
-        patch.setattr("rlplus.rollout.http_engine.dist.is_initialized", lambda: True)
-        patch.setattr("rlplus.rollout.http_engine.agree.gathered", gathered)
+        patch.setattr("rlplus.train.rollout.http_engine.dist.is_initialized", lambda: True)
+        patch.setattr("rlplus.train.rollout.http_engine.agree.gathered", gathered)
         with pytest.raises(RunFailed, match="weights of version 1: want a worker's answer, JSON with call and failure"):
             engine.push_weights(model.named_parameters(), 1)
     assert told == [f"want a worker's answer, JSON with call and failure, in this process's pipe; got {line!r}"]

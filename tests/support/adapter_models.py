@@ -9,9 +9,9 @@ from rollout_models import EOS, MAX_MODEL_LEN, PAD, logprobs, save, tiny_model
 from torch import Tensor
 from transformers import Qwen2ForCausalLM
 
-from rlplus.config import LoraConfig, RolloutConfig
-from rlplus.learner.adapters import adapter_weights, add_adapters
-from rlplus.rollout import Adapters, Completion, RolloutEngine, make_engine
+from rlplus.train.config import LoraConfig, RolloutConfig
+from rlplus.train.learner.adapters import adapter_weights, add_adapters
+from rlplus.train.rollout import Adapters, Completion, RolloutEngine, make_engine
 
 RANK, ALPHA = 6, 10.0  # no power of two, and no rank that vLLM has room for exactly
 

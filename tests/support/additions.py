@@ -7,7 +7,7 @@ Change = str | tuple[tuple[str, str], ...]
 RUN = """
 from pathlib import Path
 from run_files import write_minimal
-from rlplus.config import load_config
+from rlplus.train.config import load_config
 
 def load(*overrides):
     return load_config(write_minimal(Path()), overrides)
@@ -45,12 +45,12 @@ RECIPE = Addition(
     "a recipe",
     "extremes",
     {
-        "rlplus/recipe/extremes.py": '''"""Training on the rollouts with the highest and the lowest rewards only."""
+        "rlplus/train/recipe/extremes.py": '''"""Training on the rollouts of the highest and the lowest reward."""
 
 from collections.abc import Callable
 
-from rlplus.algorithm.options import Extremes
-from rlplus.recipe.plain import Batch, Recipe
+from rlplus.train.algorithm.options import Extremes
+from rlplus.train.recipe.plain import Batch, Recipe
 
 
 class ExtremesRecipe(Recipe):
@@ -64,15 +64,15 @@ class ExtremesRecipe(Recipe):
         batch.samples = [*samples[:pairs], *samples[-pairs:]]
         return batch
 ''',
-        "rlplus/recipe/__init__.py": (
+        "rlplus/train/recipe/__init__.py": (
             (
-                "from rlplus.recipe.gate import",
-                "from rlplus.algorithm.options import Extremes\n"
-                "from rlplus.recipe.extremes import ExtremesRecipe\nfrom rlplus.recipe.gate import",
+                "from rlplus.train.recipe.gate import",
+                "from rlplus.train.algorithm.options import Extremes\n"
+                "from rlplus.train.recipe.extremes import ExtremesRecipe\nfrom rlplus.train.recipe.gate import",
             ),
             ("    Gate: GateRecipe,\n", "    Gate: GateRecipe,\n    Extremes: ExtremesRecipe,\n"),
         ),
-        "rlplus/algorithm/options.py": (
+        "rlplus/train/algorithm/options.py": (
             (
                 "\n\nclass Gate(RecipeOptions):",
                 '''
@@ -91,8 +91,8 @@ class Gate(RecipeOptions):''',
         ),
     },
     """
-from rlplus.data import Sample
-from rlplus.recipe import Batch, make_recipe
+from rlplus.train.data import Sample
+from rlplus.train.recipe import Batch, make_recipe
 recipe = make_recipe(load("algorithm.preset=grpo", "algorithm.recipe.name=extremes", "algorithm.recipe.pairs=1"))
 samples = [Sample([1], [2], 0, False, False, None, reward) for reward in (0.5, 0.0, 0.7, 1.0)]
 assert [s.reward for s in recipe.collect(lambda: Batch([], samples, 0.0)).samples] == [0.0, 1.0]
@@ -103,22 +103,22 @@ OPTION = Addition(
     "an option of a recipe",
     "gate",
     {
-        "rlplus/algorithm/options.py": (
+        "rlplus/train/algorithm/options.py": (
             (
                 '    """Whether the rollouts of such a prompt are trained on, too."""\n',
                 '    """Whether the rollouts of such a prompt are trained on, too."""\n'
                 '    most: Count | None = None\n    """Demonstrations in a step, at most; null = all."""\n',
             ),
         ),
-        "rlplus/recipe/gate.py": (
+        "rlplus/train/recipe/gate.py": (
             ("for group in gated]\n        return", "for group in sorted(gated)[: self.options.most]]\n        return"),
         ),
     },
     """
-from rlplus.config.json_schema import json_schema
+from rlplus.train.config.json_schema import json_schema
 assert "at most; null = all" in json_schema()["$defs"]["Gate"]["properties"]["most"]["description"]
-from rlplus.data import Example, Sample
-from rlplus.recipe import Batch, make_recipe
+from rlplus.train.data import Example, Sample
+from rlplus.train.recipe import Batch, make_recipe
 examples = [Example(i, (i,), "", (7, 8), demonstration_reward=1.0) for i in (0, 1)]
 def demonstrations(*options):
     unsolved = [Sample([i], [9], i, False, False, None, reward=0.0) for i in (0, 1)]
@@ -132,7 +132,7 @@ GRADER = Addition(
     "a grader",
     "ending",
     {
-        "rlplus/reward/graders/ending.py": '''"""The end of a text."""
+        "rlplus/train/reward/graders/ending.py": '''"""The end of a text."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -144,20 +144,20 @@ def ending(text: str, answer: str, row: Mapping[str, Any]) -> Grade:
     """1 if the text ends with the answer."""
     return float(text.rstrip().endswith(answer)), "ok", ""
 ''',
-        "rlplus/reward/graders/__init__.py": (
+        "rlplus/train/reward/graders/__init__.py": (
             (
                 '    if name == "oat":\n',
                 '    if name == "ending":\n        from .ending import ending\n\n        return ending\n'
                 '    if name == "oat":\n',
             ),
         ),
-        "rlplus/config/sections.py": (
+        "rlplus/train/config/sections.py": (
             ('Literal["exact_match", "choice"', 'Literal["ending", "exact_match", "choice"'),
         ),
     },
     """
-from rlplus.lazy import import_function
-from rlplus.reward.graders import make_grader
+from rlplus.common.lazy import import_function
+from rlplus.train.reward.graders import make_grader
 grade = make_grader({**load("reward.kind=ending").reward.model_dump(), "columns": ()}, import_function)
 assert [grade(text, "4", {})[:2] for text in ("It is 4", "4 it is")] == [(1.0, "ok"), (0.0, "ok")]
 load("reward={function: {ending: 1.0, exact_match: 0.5}}")
@@ -168,12 +168,12 @@ BENCHMARK = Addition(
     "a benchmark",
     "hmmt",
     {
-        "rlplus/config/benchmarks.py": (
+        "rlplus/train/config/benchmarks.py": (
             ('    "amc": _math', '    "hmmt": _mathematical("hf://owner/hmmt/test"),\n    "amc": _math'),
         )
     },
     """
-from rlplus.config.benchmarks import BENCHMARKS, is_test_benchmark
+from rlplus.train.config.benchmarks import BENCHMARKS, is_test_benchmark
 assert BENCHMARKS["hmmt"].layout({"problem": "1+1", "answer": 2}) == ("1+1", "2") and is_test_benchmark("HMMT")
 config = load("evaluation={benchmarks: [hmmt]}")
 assert config.evaluation.benchmarks == ["hmmt"]
@@ -184,15 +184,15 @@ ENGINE = Addition(
     "a rollout engine",
     "echo",
     {
-        "rlplus/rollout/echo_engine.py": '''"""An engine that repeats the prompt."""
+        "rlplus/train/rollout/echo_engine.py": '''"""An engine that repeats the prompt."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 from torch import Tensor
 
-from rlplus.config import RolloutConfig
-from rlplus.rollout.protocol import Completion, Request, Sampling
+from rlplus.train.config import RolloutConfig
+from rlplus.train.rollout.protocol import Completion, Request, Sampling
 
 
 class EchoEngine:
@@ -209,18 +209,18 @@ class EchoEngine:
 
     def close(self) -> None: ...
 ''',
-        "rlplus/rollout/__init__.py": (
+        "rlplus/train/rollout/__init__.py": (
             (
                 '    if name == "vllm":\n',
-                '    if name == "echo":\n        from rlplus.rollout.echo_engine import EchoEngine\n\n'
+                '    if name == "echo":\n        from rlplus.train.rollout.echo_engine import EchoEngine\n\n'
                 '        return EchoEngine(config, model_path, **settings)\n    if name == "vllm":\n',
             ),
             ('    if engine == "transformers":\n', '    if engine in ("echo", "transformers"):\n'),
         ),
-        "rlplus/config/rollout_section.py": (('Literal["auto", "vllm"', 'Literal["auto", "echo", "vllm"'),),
+        "rlplus/train/config/rollout_section.py": (('Literal["auto", "vllm"', 'Literal["auto", "echo", "vllm"'),),
     },
     """
-from rlplus.rollout import Request, Sampling, make_engine
+from rlplus.train.rollout import Request, Sampling, make_engine
 settings = {"dtype": "float32", "max_model_len": 8, "end_ids": [0], "pad_token_id": 0, "seed": 0}
 engine = make_engine(load("rollout.engine=echo").rollout, "model", **settings)
 ((one, two),) = engine.generate([Request([5, 6], 2, 4)], Sampling(1.0, 0))
@@ -232,13 +232,13 @@ COMMAND = Addition(
     "a command",
     "hello",
     {
-        "rlplus/cli/hello.py": '''"""`rlplus hello`."""
+        "rlplus/tools/cli/hello.py": '''"""`rlplus hello`."""
 
 import argparse
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from rlplus.cli.common import Commands
+    from rlplus.tools.cli.common import Commands
 
 
 def add(commands: "Commands") -> None:
@@ -249,14 +249,14 @@ def add(commands: "Commands") -> None:
 def run(args: argparse.Namespace) -> None:
     print("hello")
 ''',
-        "rlplus/cli/__init__.py": (
+        "rlplus/tools/cli/__init__.py": (
             ("    evaluate,\n", "    evaluate,\n    hello,\n"),
             ("(upload, env, completion)", "(upload, env, completion, hello)"),
         ),
     },
     """
 import contextlib, io
-from rlplus.cli import main
+from rlplus.tools.cli import main
 with contextlib.redirect_stdout(io.StringIO()) as printed:
     assert main(["hello"]) == 0
     with contextlib.suppress(SystemExit):
@@ -269,7 +269,7 @@ KEY = Addition(
     "a key of the configuration",
     "sections",
     {
-        "rlplus/config/sections.py": (
+        "rlplus/train/config/sections.py": (
             (
                 "    wandb: Text | None = None\n",
                 '    notes: Text | None = None\n    """Text that is kept with the run."""\n'
@@ -279,7 +279,7 @@ KEY = Addition(
     },
     """
 from run_files import problems
-from rlplus.config.json_schema import json_schema
+from rlplus.train.config.json_schema import json_schema
 assert load("log.notes=first").log.notes == "first" and load().log.notes is None
 assert json_schema()["$defs"]["LogConfig"]["properties"]["notes"]["description"] == "Text that is kept with the run."
 assert any("nearest: log.notes" in line for line in problems(write_minimal(Path()), "log.nots=first"))

@@ -9,7 +9,7 @@ from trainer_runs import environment
 
 QUICK = """
 import contextlib, io, json, sys
-from rlplus.cli import main
+from rlplus.tools.cli import main
 for arguments, status, message in json.loads(sys.argv[1]):
     said = io.StringIO()
     with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):

@@ -6,7 +6,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from rlplus.loss.causal_lm import LogitTransform, body_of
+from rlplus.loss.head.causal_lm import LogitTransform, body_of
 
 SMALL: dict[str, Any] = {
     "vocab_size": 53, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2,

@@ -6,7 +6,7 @@ from typing import Any
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from rlplus.data import byte_tokenizer
+from rlplus.train.data import byte_tokenizer
 
 TURNS = (Path(__file__).parents[2] / "examples/turns.jinja").read_text()
 

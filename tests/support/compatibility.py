@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from xml.etree import ElementTree
 
 from bench.machine import revision
-from rlplus.errors import check_name
+from rlplus.common.errors import check_name
 
 ROOT = Path(__file__).parents[2]
 TOOLS = ("pytest>=8.3", "hypothesis>=6.100")

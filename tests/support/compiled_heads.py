@@ -10,7 +10,7 @@ from torch import Tensor
 from rlplus.kernels import exponentials, row_values
 from rlplus.kernels import linear_logprob as kernels
 from rlplus.kernels.tiling import GRADIENT, Block, Tile
-from rlplus.loss.head import FLOOR
+from rlplus.loss.objective.tokens import FLOOR
 
 EPS = torch.finfo(torch.float32).eps
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32

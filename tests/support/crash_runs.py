@@ -14,18 +14,18 @@ from crash_states import Disk
 from file_calls import Call, mark, watch
 from trainer_runs import metrics, run_config
 
-from rlplus import checkpoint
-from rlplus.cli import main
 from rlplus.common.durable import flush
-from rlplus.compare import MARK, Runner, load_comparison
-from rlplus.compare.launches import Run
-from rlplus.config import Config, ScratchModel
-from rlplus.data import byte_tokenizer, drop_kept, kept_steps
-from rlplus.evaluation import sample as evaluations
-from rlplus.evaluation.partial_samples import KeptCalls
-from rlplus.learner.pretrained import make_scratch_model, write_model
-from rlplus.trainer import metrics as run_metrics
-from rlplus.trainer.run_folder import RunFolder
+from rlplus.tools.cli import main
+from rlplus.tools.compare import MARK, Runner, load_comparison
+from rlplus.tools.compare.launches import Run
+from rlplus.train import checkpoint
+from rlplus.train.config import Config, ScratchModel
+from rlplus.train.data import byte_tokenizer, drop_kept, kept_steps
+from rlplus.train.evaluation import sample as evaluations
+from rlplus.train.evaluation.partial_samples import KeptCalls
+from rlplus.train.learner.pretrained import make_scratch_model, write_model
+from rlplus.train.trainer import metrics as run_metrics
+from rlplus.train.trainer.run_folder import RunFolder
 
 STEPS = 3
 Files = dict[str, bytes | None]

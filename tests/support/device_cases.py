@@ -9,10 +9,10 @@ from typing import Any
 from engine_runs import same
 from trainer_runs import run_config
 
-from rlplus.algorithm import ALGORITHMS
-from rlplus.data import Sample
-from rlplus.trainer import train
-from rlplus.verify import verify_run
+from rlplus.tools.verify import verify_run
+from rlplus.train.algorithm import ALGORITHMS
+from rlplus.train.data import Sample
+from rlplus.train.trainer import train
 
 SHOWN = "{prompt}{demonstration}"
 AVERAGE = {"name": "self-distill", "teacher": "average", "template": SHOWN}

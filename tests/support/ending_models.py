@@ -7,7 +7,7 @@ import torch
 from tokenizers import AddedToken
 from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM
 
-from rlplus.data import byte_tokenizer
+from rlplus.train.data import byte_tokenizer
 
 EOS, END_OF_TURN = 257, 258
 GEMMA = (

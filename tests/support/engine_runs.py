@@ -13,14 +13,14 @@ from safetensors.torch import load_file
 from trainer_runs import by_torchrun
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from rlplus.config import Config
-from rlplus.data import Example, Sample, byte_tokenizer
-from rlplus.recipe import Ask
-from rlplus.rollout import Respond, RolloutEngine
-from rlplus.rollout.transformers_engine import TransformersEngine
-from rlplus.rollout.vllm_engine import VLLMEngine
-from rlplus.trainer.engine import PROBE_TOKENS
-from rlplus.trainer.groups import Going, begin, generate, room
+from rlplus.train.config import Config
+from rlplus.train.data import Example, Sample, byte_tokenizer
+from rlplus.train.recipe import Ask
+from rlplus.train.rollout import Respond, RolloutEngine
+from rlplus.train.rollout.transformers_engine import TransformersEngine
+from rlplus.train.rollout.vllm_engine import VLLMEngine
+from rlplus.train.trainer.engine import PROBE_TOKENS
+from rlplus.train.trainer.groups import Going, begin, generate, room
 
 
 def write_start(folder: Path, *, tied: bool) -> Path:
@@ -76,7 +76,7 @@ def engine_in_this_process(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         settings.pop("seed")
         return TransformersEngine(config, *rest, **settings | changes)
 
-    monkeypatch.setattr("rlplus.trainer.run_parts.make_engine", make)
+    monkeypatch.setattr("rlplus.train.trainer.run_parts.make_engine", make)
     return changes
 
 

@@ -38,7 +38,13 @@ _RECEIVE, _ANSWER, _CONTINUE = 0xC0502100, 0xC0182101, 1
 _LOAD, _EQUAL, _SOME, _RETURN = 0x20, 0x15, 0x45, 0x06
 _PAGE = 1 << 12
 _count = itertools.count()
-PRELOADED = ["rlplus.trainer", "rlplus.evaluation.sample", "rlplus.compare", "rlplus.cli.train", "deepspeed"]
+PRELOADED = [
+    "rlplus.train.trainer",
+    "rlplus.train.evaluation.sample",
+    "rlplus.tools.compare",
+    "rlplus.tools.cli.train",
+    "deepspeed",
+]
 
 
 @dataclass(frozen=True)

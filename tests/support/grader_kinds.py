@@ -1,8 +1,8 @@
 """The graders of mathematics, as a configuration makes them."""
 
-from rlplus.config import RewardConfig
-from rlplus.lazy import import_function
-from rlplus.reward.graders import make_grader
+from rlplus.common.lazy import import_function
+from rlplus.train.config import RewardConfig
+from rlplus.train.reward.graders import make_grader
 
 KINDS = ("math_verify", "math_verify_box", "math_verify_strict", "oat")
 GRADERS = {

@@ -23,4 +23,4 @@ if __name__ == "__main__":
     child = subprocess.Popen(["sleep", "3600"])
     (FOLDER / "child").write_text(str(child.pid))
     threading.Thread(target=hold_the_lock, daemon=True).start()
-    runpy.run_module("rlplus.rollout.engine_worker", run_name="__main__")
+    runpy.run_module("rlplus.train.rollout.engine_worker", run_name="__main__")

@@ -11,7 +11,7 @@ from torch import Tensor
 from rlplus import Objective, linear_policy_loss
 from rlplus.kernels.linear_logprob import default_tile
 from rlplus.kernels.tiling import Tile
-from rlplus.loss.head import Head as OpHead
+from rlplus.loss.head.head import Head as OpHead
 
 H = 7
 EVERYTHING = Objective("clip", "mis", **FEATURES["all"])

@@ -35,7 +35,7 @@ def main(folder: Path, backend: str) -> None:
     for file in sorted((variant / "rlplus").rglob("*.py")):
         if file.name not in ("__init__.py", "selfcheck.py"):  # the last is a program
             import_module(".".join((kernel.__name__, *file.relative_to(variant).with_suffix("").parts)))
-    check = import_module(f"{kernel.__name__}.rlplus.loss.verdicts").run_check
+    check = import_module(f"{kernel.__name__}.rlplus.loss.guard.verdicts").run_check
     say = "import json, rlplus; print(json.dumps({'status': 'passed', 'reason': rlplus.__file__}))"
     found = {
         "file": kernel.__file__, "name": kernel.__name__, "names": sorted(kernel.__all__),

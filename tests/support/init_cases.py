@@ -6,16 +6,16 @@ from typing import Any
 
 import pytest
 
-from rlplus.cli import main
-from rlplus.config import ScratchModel
-from rlplus.data import byte_tokenizer
-from rlplus.learner.pretrained import make_scratch_model, write_model
+from rlplus.tools.cli import main
+from rlplus.train.config import ScratchModel
+from rlplus.train.data import byte_tokenizer
+from rlplus.train.learner.pretrained import make_scratch_model, write_model
 
 
 @pytest.fixture(autouse=True)
 def installed_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on the machines that most of these configurations are for; `test_init_machines.py` has others."""
-    monkeypatch.setattr("rlplus.init.fitting.installed_vllm", lambda: "gpu")
+    monkeypatch.setattr("rlplus.tools.init.fitting.installed_vllm", lambda: "gpu")
 
 
 @pytest.fixture(scope="module")

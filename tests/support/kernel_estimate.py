@@ -1,7 +1,7 @@
 """The time that a kernel's machine code suggests, without a GPU: the longest of issue slots, memory and tensor cores.
 
 A processor issues four instructions of a warp per cycle. Memory and tensor cores have the speeds of the cost model
-(rlplus/loss/cost.py), and the time is at the shape of `python -m bench --model`. What it leaves out: latency that
+(rlplus/loss/head/cost.py), and the time is at the shape of `python -m bench --model`. What it leaves out: latency that
 nothing hides, the start and end of a grid, conflicts, and caches: a row is read from memory, a tile of a GEMM from the
 cache. Decision 109 has its errors where a time is published.
 """
@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from sass import Counts, Instruction, bytes_of, counts, flop_of
 
 from bench.model import MACHINES, SHAPE
-from rlplus.loss.cost import Machine
+from rlplus.loss.head.cost import Machine
 
 # The published peaks of dense bf16, 312 and 989.4 TFLOP/s, over 2048 and 4096 FLOP per cycle and processor.
 CLOCK = {"A100": 312e12 / (108 * 2048), "H200": 989.4e12 / (132 * 4096)}

@@ -41,8 +41,8 @@ from triton.runtime.jit import JITFunction
 from rlplus.kernels import divergence_rows, exponentials, linear_logprob, own_tokens, policy_loss, scale
 from rlplus.kernels.row_values import WIDTH
 from rlplus.kernels.tiling import FP32_TILE, TILES, Tile
-from rlplus.loss.objective import KL_ESTIMATORS
-from rlplus.loss.surrogates import EXTERNAL, INTERNAL
+from rlplus.loss.objective.objective import KL_ESTIMATORS
+from rlplus.loss.objective.surrogates import EXTERNAL, INTERNAL
 
 KB = 1024
 SHARED_LIMIT = {80: 163 * KB, 90: 227 * KB, 100: 227 * KB, 120: 99 * KB}  # bytes a block may have

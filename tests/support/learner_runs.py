@@ -10,9 +10,9 @@ import pytest
 from engine_runs import same
 from trainer_runs import metrics
 
-from rlplus.config import Config
-from rlplus.data import Sample
-from rlplus.trainer import Interrupted, train
+from rlplus.train.config import Config
+from rlplus.train.data import Sample
+from rlplus.train.trainer import Interrupted, train
 
 
 def grade(monkeypatch: pytest.MonkeyPatch, reward: Callable[[Sample], float]) -> None:
@@ -22,7 +22,7 @@ def grade(monkeypatch: pytest.MonkeyPatch, reward: Callable[[Sample], float]) ->
         for sample in samples:
             sample.reward = reward(sample)
 
-    monkeypatch.setattr("rlplus.trainer.step.score", score)
+    monkeypatch.setattr("rlplus.train.trainer.step.score", score)
 
 
 def killed_and_resumed(

@@ -14,7 +14,7 @@ from torch import Tensor
 from rlplus import Objective, linear_logprob, linear_policy_loss, token_weights
 from rlplus.integrations.trl_loss import Batch, two_step_loss
 from rlplus.loss import TokenConstants
-from rlplus.loss.tokens import token_loss
+from rlplus.loss.objective.tokens import token_loss
 
 REDUCTIONS = {"grpo": "sequence", "sapo": "sequence", "bnpo": "token", "dapo": "token", "cispo": "token"}
 

@@ -6,7 +6,7 @@ SURROGATE = Addition(
     "a surrogate",
     "spo",
     {
-        "rlplus/loss/surrogates.py": (
+        "rlplus/loss/objective/surrogates.py": (
             (
                 "\n\nINTERNAL = {\n",
                 '''
@@ -59,10 +59,10 @@ PRESET = Addition(
     "a preset",
     "gentle",
     {
-        "rlplus/loss/objective.py": (
+        "rlplus/loss/objective/objective.py": (
             ('    "dr-grpo": _', '    "gentle": _rollouts("clip", clip_low=0.1),\n    "dr-grpo": _'),
         ),
-        "rlplus/algorithm/presets.py": (
+        "rlplus/train/algorithm/presets.py": (
             ('    "dr-grpo": _', '    "gentle": _rollouts_only("gentle", "token"),\n    "dr-grpo": _'),
         ),
         "tests/algorithm/test_presets.py": (
@@ -90,17 +90,17 @@ from rlplus.loss.backends.chunked import logprob, logprob_backward, new_stored, 
 
 __all__ = ["logprob", "logprob_backward", "new_stored", "policy_loss", "scratch_per_logit"]
 ''',
-        "rlplus/loss/library.py": (
+        "rlplus/loss/backends/__init__.py": (
             ('    "torch": "chunked",\n', '    "torch": "chunked",\n    "plain": "plain_blocks",\n'),
         ),
-        "rlplus/config/train_section.py": (
+        "rlplus/train/config/train_section.py": (
             ('Literal["auto", "reference", ', 'Literal["auto", "plain", "reference", '),
         ),
     },
     """
 import sys, torch, rlplus
 assert load("train.backend=plain").train.backend == "plain"
-from rlplus.loss.library import implementation
+from rlplus.loss.backends import implementation
 assert implementation("plain").scratch_per_logit(torch.float32, "cpu") == 8
 torch.manual_seed(0)
 inputs = torch.randn(5, 8), torch.randn(30, 8), torch.randint(30, (5,))

@@ -8,7 +8,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from rlplus.data import Sample, byte_tokenizer
+from rlplus.train.data import Sample, byte_tokenizer
 
 SMALL: dict[str, Any] = {
     "vocab_size": 53, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,

@@ -7,11 +7,11 @@ from unittest import mock
 import torch
 from transformers import Qwen2Config
 
-from rlplus import plan
-from rlplus.config import Config, load_config
-from rlplus.plan import Cluster, Plan, read_model
-from rlplus.plan.cluster import Gpu
-from rlplus.plan.planned_model import Model
+from rlplus.tools import plan
+from rlplus.tools.plan import Cluster, Plan, read_model
+from rlplus.tools.plan.cluster import Gpu
+from rlplus.tools.plan.planned_model import Model
+from rlplus.train.config import Config, load_config
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 IN_BF16 = "train.deepspeed={data_types: {grad_accum_dtype: bf16}, communication_data_type: bf16}"
@@ -59,7 +59,7 @@ _models: dict[str, tuple[Model, str]] = {}
 
 
 def make_plan(config: Config, cluster: Cluster) -> Plan:
-    """`rlplus.plan.make_plan`, but each model is built once."""
+    """`rlplus.tools.plan.make_plan`, but each model is built once."""
 
     def read_once(config: Config) -> tuple[Model, str]:
         recipe = config.algorithm.resolve().recipe

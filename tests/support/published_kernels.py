@@ -17,7 +17,7 @@ import torch
 from kernel_estimate import CLOCK, row_seconds, tile_seconds
 from kernel_table import Compiled, compiling, resources
 
-from rlplus.loss.cost import A100, H200
+from rlplus.loss.head.cost import A100, H200
 
 # 3.35 TB/s instead of 4.8, of which the cost model takes 7/8.
 H100 = H200._replace(bandwidth=H200.bandwidth * 3.35 / 4.8)

@@ -21,21 +21,21 @@ from transformers import AttentionInterface, Qwen2Config, Qwen2ForCausalLM
 from transformers.modeling_flash_attention_utils import prepare_fa_kwargs_from_position_ids
 
 from rlplus.common import agree
-from rlplus.config import Config, ModelConfig
-from rlplus.data import MicroBatch, Sample
-from rlplus.learner import ValueModel, by_sample, make_micro_batches
-from rlplus.learner import learner as learner_module
-from rlplus.learner import policy as policy_module
-from rlplus.learner.adapters import add_adapters
-from rlplus.learner.policy import Policy
-from rlplus.learner.pretrained import load_model, prepare_model
-from rlplus.loss import library
 from rlplus.loss.backends.selection import Choice
-from rlplus.loss.library import _scale as scale
-from rlplus.recipe import Batch, make_recipe
-from rlplus.trainer import train
-from rlplus.trainer.metrics import Tally, tally_outputs, tally_update
-from rlplus.trainer.ranks import initialize_distributed
+from rlplus.loss.operations import library
+from rlplus.loss.operations.library import _scale as scale
+from rlplus.train.config import Config, ModelConfig
+from rlplus.train.data import MicroBatch, Sample
+from rlplus.train.learner import ValueModel, by_sample, make_micro_batches
+from rlplus.train.learner import learner as learner_module
+from rlplus.train.learner import policy as policy_module
+from rlplus.train.learner.adapters import add_adapters
+from rlplus.train.learner.policy import Policy
+from rlplus.train.learner.pretrained import load_model, prepare_model
+from rlplus.train.recipe import Batch, make_recipe
+from rlplus.train.trainer import train
+from rlplus.train.trainer.metrics import Tally, tally_outputs, tally_update
+from rlplus.train.trainer.ranks import initialize_distributed
 
 ALWAYS_SHARDED = {"zero_optimization": {"stage3_param_persistence_threshold": 0}}
 LORA = {"rank": 4, "alpha": 8.0}
@@ -343,7 +343,7 @@ def refilled_run(folder: Path, name: str) -> list[dict[str, float]]:
         for sample in samples:
             sample.reward = float(sum(sample.response) % 7 == 0)
 
-    with mock.patch("rlplus.trainer.step.score", draw_rewards):
+    with mock.patch("rlplus.train.trainer.step.score", draw_rewards):
         return metrics(train(config))
 
 

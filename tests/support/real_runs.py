@@ -12,11 +12,11 @@ from school_problems import write_problems
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from rlplus.cli import main
-from rlplus.config import Config, load_config
-from rlplus.data.sample_store import read_kept
-from rlplus.rollout import Request, Sampling
-from rlplus.trainer import Run
+from rlplus.tools.cli import main
+from rlplus.train.config import Config, load_config
+from rlplus.train.data.sample_store import read_kept
+from rlplus.train.rollout import Request, Sampling
+from rlplus.train.trainer import Run
 
 Text = tuple[Sequence[int], Sequence[int]]  # a prompt and its response, as token ids
 NEAR, FAR = 2.0, 4.0  # mean gaps of a right engine, at most, and of another model, in units of the model's own rounding

@@ -14,11 +14,11 @@ from trainer_runs import metrics, run_config
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from update_cases import check_gradients, packed
 
-from rlplus.algorithm import Algorithm
-from rlplus.config import Config
-from rlplus.data import Example, MicroBatch, Sample
-from rlplus.recipe import Batch, Recipe, Update, make_recipe
-from rlplus.trainer import Interrupted, Run, train
+from rlplus.train.algorithm import Algorithm
+from rlplus.train.config import Config
+from rlplus.train.data import Example, MicroBatch, Sample
+from rlplus.train.recipe import Batch, Recipe, Update, make_recipe
+from rlplus.train.trainer import Interrupted, Run, train
 
 
 def recipe_of(folder: Path, **sections: Any) -> Recipe:
@@ -97,7 +97,7 @@ def demonstrations_of_steps(monkeypatch: pytest.MonkeyPatch) -> list[Sample]:
         draw_rewards(samples, *rest)
         seen.extend(sample for sample in samples if sample.demonstration)
 
-    monkeypatch.setattr("rlplus.trainer.step.score", score)
+    monkeypatch.setattr("rlplus.train.trainer.step.score", score)
     return seen
 
 
@@ -114,7 +114,7 @@ def resumed(
 
     SIGTERM comes when the recipe has changed its state and before the policy changes.
     """
-    monkeypatch.setattr("rlplus.trainer.step.score", draw_rewards)
+    monkeypatch.setattr("rlplus.train.trainer.step.score", draw_rewards)
     whole = train(resumed_config(folder, "whole", algorithm, steps))
     rows = metrics(whole)
     assert len(rows) == steps

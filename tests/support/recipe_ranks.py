@@ -18,10 +18,10 @@ from recipe_cases import draw_rewards
 from teachers import make_teacher
 from trainer_runs import run_config
 
-from rlplus.rollout import Completion, Request, Sampling
-from rlplus.rollout.transformers_engine import TransformersEngine
-from rlplus.trainer import train
-from rlplus.trainer.engine import SyncedEngine
+from rlplus.train.rollout import Completion, Request, Sampling
+from rlplus.train.rollout.transformers_engine import TransformersEngine
+from rlplus.train.trainer import train
+from rlplus.train.trainer.engine import SyncedEngine
 
 CASES: dict[str, dict[str, Any]] = {
     "relift": {"preset": "relift", "recipe": {"batch": 5}},
@@ -58,7 +58,7 @@ def train_all(folder: Path, output: str) -> None:
     with (
         mock.patch.object(TransformersEngine, "generate", responses),
         mock.patch.object(SyncedEngine, "_probe", return_value=(torch.zeros(1), [])),
-        mock.patch("rlplus.trainer.step.score", draw_rewards),
+        mock.patch("rlplus.train.trainer.step.score", draw_rewards),
     ):
         for name, algorithm in CASES.items():
             if algorithm.get("recipe", {}).get("name") == "distill":

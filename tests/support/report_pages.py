@@ -6,9 +6,9 @@ from math import log
 from pathlib import Path
 from typing import Any
 
-from rlplus.data import KeptSample, write_kept
-from rlplus.evaluation import Evaluation
-from rlplus.report import RunData, write_report
+from rlplus.tools.report import RunData, write_report
+from rlplus.train.data import KeptSample, write_kept
+from rlplus.train.evaluation import Evaluation
 
 RLPLUS = "algorithm:\n  preset: rlplus\ntrain:\n  lr: 1.0e-3\n"
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from rlplus.config import RewardConfig
-from rlplus.data import Example
+from rlplus.train.config import RewardConfig
+from rlplus.train.data import Example
 
 GRADERS = r"""
 import ctypes, os, re, signal, subprocess, sys, threading, time

@@ -2,7 +2,7 @@
 
 import math
 
-from rlplus.rollout import Response, Sampler
+from rlplus.train.rollout import Response, Sampler
 
 
 def echo(sampler: Sampler, responses: list[Response]) -> None:

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM
 
-from rlplus.config import RolloutConfig
-from rlplus.rollout import Completion, Request, RolloutEngine, make_engine
-from rlplus.rollout.process_engine import ProcessEngine
+from rlplus.train.config import RolloutConfig
+from rlplus.train.rollout import Completion, Request, RolloutEngine, make_engine
+from rlplus.train.rollout.process_engine import ProcessEngine
 
 EOS, PAD, VOCABULARY, MAX_MODEL_LEN = 1, 0, 48, 320
 PROMPTS = [[5, 9, 12], [7], [5, 9, 12, 30, 31, 22, 8, 2, 40]]

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import yaml
 
-from rlplus.config import load_config
+from rlplus.train.config import load_config
 
 MINIMAL: dict[str, Any] = {
     "output_dir": "out",

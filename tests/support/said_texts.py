@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rlplus.rollout import Completion, Request, Sampling
+from rlplus.train.rollout import Completion, Request, Sampling
 
 END = 257  # the end token of the byte tokenizer
 

@@ -18,11 +18,11 @@ from local_http import Handler
 from processes import PATIENCE_S, free_port, started, wait_until
 from rollout_models import EOS, MAX_MODEL_LEN, PAD, PROMPTS, requests
 
-from rlplus.config import RolloutConfig
-from rlplus.rollout import RolloutEngine, Sampling, make_engine
-from rlplus.rollout.parcels import Parcel, shared_memory
-from rlplus.rollout.push import EXTENSION
-from rlplus.rollout.worker_answers import Trainer
+from rlplus.train.config import RolloutConfig
+from rlplus.train.rollout import RolloutEngine, Sampling, make_engine
+from rlplus.train.rollout.parcels import Parcel, shared_memory
+from rlplus.train.rollout.push import EXTENSION
+from rlplus.train.rollout.worker_answers import Trainer
 
 STARTING, FINISHING = ["/pause", "/start_weight_update"], ["/finish_weight_update", "/reset_prefix_cache"]
 FINISHING += ["/update_weight_version", "/resume"]

@@ -11,10 +11,10 @@ from trainer_runs import run_config
 from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 from update_cases import batch_of_samples
 
-from rlplus.config import Config
-from rlplus.data import MicroBatch, Sample, byte_tokenizer
-from rlplus.recipe import Batch, Update, demonstration
-from rlplus.trainer import Run
+from rlplus.train.config import Config
+from rlplus.train.data import MicroBatch, Sample, byte_tokenizer
+from rlplus.train.recipe import Batch, Update, demonstration
+from rlplus.train.trainer import Run
 
 K = 5  # likeliest tokens of a teacher
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import processes
 
-from rlplus.config import Config
+from rlplus.train.config import Config
 
 
 def write_task(folder: Path, n: int = 6) -> Path:

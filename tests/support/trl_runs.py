@@ -9,7 +9,7 @@ from datasets import Dataset
 from transformers import Qwen2Config, Qwen2ForCausalLM
 from trl import GRPOConfig, GRPOTrainer
 
-from rlplus.data import byte_tokenizer
+from rlplus.train.data import byte_tokenizer
 
 PROMPTS = ["2+2=", "one, two,", "abc", "?"]
 DEMONSTRATIONS = ["4", "three", "def", None]

@@ -7,11 +7,11 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from rlplus.algorithm import Algorithm
-from rlplus.config import Config
-from rlplus.data import MicroBatch, Sample
-from rlplus.learner import make_micro_batches
-from rlplus.trainer import Run
+from rlplus.train.algorithm import Algorithm
+from rlplus.train.config import Config
+from rlplus.train.data import MicroBatch, Sample
+from rlplus.train.learner import make_micro_batches
+from rlplus.train.trainer import Run
 
 
 def packed(

@@ -10,7 +10,7 @@ from typing import Any
 from local_http import running
 from report_pages import RLPLUS, keep, kept, step_line
 
-from rlplus.watch import FollowedRun, View, WatchServer
+from rlplus.tools.watch import FollowedRun, View, WatchServer
 
 HOSTILE = "<script>document.title='owned'</script><img src=x onerror=\"document.title='owned'\">"
 NOW = 1_800_000_000.0

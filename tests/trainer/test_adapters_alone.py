@@ -12,12 +12,12 @@ from pydantic import ValidationError
 from torch import Tensor
 from trainer_runs import metrics, run_config
 
-import rlplus.rollout.vllm_engine
-import rlplus.trainer.run_parts
-from rlplus.config import Config
-from rlplus.rollout import Adapters, make_engine
-from rlplus.trainer import open_run, train
-from rlplus.trainer.engine import NoEngine
+import rlplus.train.rollout.vllm_engine
+import rlplus.train.trainer.run_parts
+from rlplus.train.config import Config
+from rlplus.train.rollout import Adapters, make_engine
+from rlplus.train.trainer import open_run, train
+from rlplus.train.trainer.engine import NoEngine
 
 LORA = {"rank": 4, "alpha": 8.0, "target_modules": ["q_proj", "v_proj", "gate_proj", "down_proj"]}
 NUMBERS = 4 * ((32 + 32) + (32 + 32) + (32 + 64) + (64 + 32))  # A and B in `run_config`'s one layer
@@ -39,7 +39,7 @@ def no_engine(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         given.update(settings)
         return NoEngine()
 
-    monkeypatch.setattr(rlplus.trainer.run_parts, "make_engine", make)
+    monkeypatch.setattr(rlplus.train.trainer.run_parts, "make_engine", make)
     return given
 
 
@@ -69,7 +69,7 @@ def test_what_is_pushed_is_what_peft_would_write(tmp_path: Path, no_engine: dict
 @pytest.mark.vllm
 def test_a_run_is_that_with_merged_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Within the rounding of W x + B (A x), and itself bit for bit after a pause; a push is of adapters alone."""
-    push, sizes = rlplus.rollout.vllm_engine.VLLMEngine.push_weights, []
+    push, sizes = rlplus.train.rollout.vllm_engine.VLLMEngine.push_weights, []
 
     def counted(engine: Any, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         def each() -> Iterator[tuple[str, Tensor]]:
@@ -80,7 +80,7 @@ def test_a_run_is_that_with_merged_weights(tmp_path: Path, monkeypatch: pytest.M
         sizes.append(0)
         push(engine, each(), version)
 
-    monkeypatch.setattr(rlplus.rollout.vllm_engine.VLLMEngine, "push_weights", counted)
+    monkeypatch.setattr(rlplus.train.rollout.vllm_engine.VLLMEngine, "push_weights", counted)
     merged = metrics(train(config_of(tmp_path, "merged", "merged")))
     assert min(sizes) > 10 * 4 * NUMBERS
     sizes.clear()
@@ -111,12 +111,12 @@ def test_what_adapters_alone_cannot_do_is_refused(
     refused(f"{wanted} transformers in mode process", engine="transformers", mode="process")
     refused(f"{wanted} vllm in mode server", mode="server", server_url="http://localhost:1")
     path = str(write_start(tmp_path / "start", tied=True))
-    monkeypatch.setattr(rlplus.trainer.run_parts, "weights_fingerprint", lambda _: None)
+    monkeypatch.setattr(rlplus.train.trainer.run_parts, "weights_fingerprint", lambda _: None)
     config = config_of(tmp_path, "run")
     model = config.model.model_copy(update={"scratch": None, "path": path})
     with pytest.raises(ValueError, match=r"rollout\.lora adapters: want model\.path with safetensors"):
         train(config.model_copy(update={"model": model}))
-    monkeypatch.setattr(rlplus.rollout, "find_spec", lambda name: None)
+    monkeypatch.setattr(rlplus.train.rollout, "find_spec", lambda name: None)
     auto = config.rollout.model_copy(update={"engine": "auto"})
     tokens = {"max_model_len": 8, "end_ids": [0], "pad_token_id": 0}
     with pytest.raises(ValueError, match=r"^rollout\.lora adapters needs vLLM, which is not installed"):

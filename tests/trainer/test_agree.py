@@ -15,8 +15,8 @@ from torch.distributed.distributed_c10d import _coalescing_manager
 from trainer_runs import environment, on_ranks, run_config
 
 import rlplus
-from rlplus.trainer import open_run
-from rlplus.trainer.ranks import initialize_distributed
+from rlplus.train.trainer import open_run
+from rlplus.train.trainer.ranks import initialize_distributed
 
 TWO_RANKS = """
 import math, sys
@@ -103,8 +103,8 @@ EVERY_GROUP = """
 import sys
 import torch
 import torch.distributed as dist
-from rlplus.config import load_config
-from rlplus.trainer import open_run
+from rlplus.train.config import load_config
+from rlplus.train.trainer import open_run
 with open_run(load_config(sys.argv[1])):
     groups = list(dist.distributed_c10d._world.pg_map)
     timeouts = {group._get_backend(torch.device("cpu")).options._timeout for group in groups}

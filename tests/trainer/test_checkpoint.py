@@ -11,8 +11,9 @@ import torch
 from safetensors.torch import load_file
 from trainer_runs import environment, metrics, on_ranks, run_config, write_state
 
-from rlplus import __version__, checkpoint
-from rlplus.trainer import train
+from rlplus import __version__
+from rlplus.train import checkpoint
+from rlplus.train.trainer import train
 
 
 def with_steps(config, steps, output=None):
@@ -50,8 +51,8 @@ KILLED = """
 import os, signal, sys
 sys.path.insert(0, sys.argv[2])
 from rlplus import checkpoint
-from rlplus.config import load_config
-from rlplus.trainer import train
+from rlplus.train.config import load_config
+from rlplus.train.trainer import train
 
 def die(*_, **__):
     os.kill(os.getpid(), signal.SIGKILL)
@@ -188,8 +189,8 @@ def test_a_state_without_its_checksum_or_a_key_is_refused(tmp_path):
 
 ONE_FULL_DISK = """
 import os, sys, torch
-from rlplus.config import load_config
-from rlplus.trainer import train
+from rlplus.train.config import load_config
+from rlplus.train.trainer import train
 
 def full(*_, **__):
     raise OSError(28, "No space left on device")

@@ -35,14 +35,14 @@ from crash_runs import (
 from crash_states import Counts, State, states
 from file_calls import Call, mark, need_notifications, watch
 
-from rlplus import checkpoint
 from rlplus.common.durable import make_folder, write_text
-from rlplus.compare import Results
-from rlplus.config import load_config
-from rlplus.evaluation import load_results
-from rlplus.trainer import train
-from rlplus.trainer.ranks import initialize_distributed
-from rlplus.trainer.run_folder import RunFolder
+from rlplus.tools.compare import Results
+from rlplus.train import checkpoint
+from rlplus.train.config import load_config
+from rlplus.train.evaluation import load_results
+from rlplus.train.trainer import train
+from rlplus.train.trainer.ranks import initialize_distributed
+from rlplus.train.trainer.run_folder import RunFolder
 
 EACH = 6  # one in so many kinds of states, that is sets of names, is resumed
 MOST = 100  # combinations that are enumerated whole, where there are so few

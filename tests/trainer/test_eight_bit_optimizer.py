@@ -7,11 +7,11 @@ import quick
 import torch
 from trainer_runs import run_config
 
-from rlplus.config import TrainConfig, load_config
-from rlplus.learner import learner, quantized
-from rlplus.learner.deepspeed_settings import check_eight_bit
-from rlplus.plan import make_cluster, make_plan
-from rlplus.trainer import train
+from rlplus.tools.plan import make_cluster, make_plan
+from rlplus.train.config import TrainConfig, load_config
+from rlplus.train.learner import learner, quantized
+from rlplus.train.learner.deepspeed_settings import check_eight_bit
+from rlplus.train.trainer import train
 
 ROOT = Path(__file__).parents[2]
 

@@ -9,12 +9,12 @@ from ending_models import END_OF_TURN, EOS, write_chat_model
 from trainer_runs import metrics, run_config, write_state
 from transformers import AutoTokenizer
 
-from rlplus.checkpoint import read_state
-from rlplus.cli import main
-from rlplus.config import Config
-from rlplus.evaluation import evaluate_model
-from rlplus.plan.data_report import plan_data
-from rlplus.trainer import train
+from rlplus.tools.cli import main
+from rlplus.tools.plan.data_report import plan_data
+from rlplus.train.checkpoint import read_state
+from rlplus.train.config import Config
+from rlplus.train.evaluation import evaluate_model
+from rlplus.train.trainer import train
 
 LIMIT = 8
 

@@ -10,13 +10,13 @@ import pytest
 from engine_runs import changed, fail, launched, same
 from trainer_runs import metrics, run_config
 
-from rlplus import checkpoint
-from rlplus.config import Config
-from rlplus.errors import RunFailed, SharedFailure
-from rlplus.rollout.transformers_engine import TransformersEngine
-from rlplus.trainer import evaluator, train
-from rlplus.trainer.metrics import RunLog
-from rlplus.trainer.rollouts import Rollouts
+from rlplus.common.errors import RunFailed, SharedFailure
+from rlplus.train import checkpoint
+from rlplus.train.config import Config
+from rlplus.train.rollout.transformers_engine import TransformersEngine
+from rlplus.train.trainer import evaluator, train
+from rlplus.train.trainer.metrics import RunLog
+from rlplus.train.trainer.rollouts import Rollouts
 
 # Fails on the answer "fails", and on one rank once it finds a file of that rank's name; else a lottery.
 GRADER = """
@@ -121,7 +121,7 @@ def test_an_engine_that_fails_ahead_of_an_evaluation_costs_no_step(
     def make(config: Any, *rest: Any, seed: int, **settings: Any) -> TransformersEngine:
         return TransformersEngine(config, *rest, **settings)
 
-    monkeypatch.setattr("rlplus.trainer.run_parts.make_engine", make)
+    monkeypatch.setattr("rlplus.train.trainer.run_parts.make_engine", make)
     drawn: list[list[int]] = []
     draw = Rollouts.draw
 

@@ -18,9 +18,9 @@ import torch
 from safetensors.torch import load_file
 from trainer_runs import environment, metrics, run_config
 
-from rlplus import checkpoint
-from rlplus.config import Config
-from rlplus.trainer import Run, open_run, train
+from rlplus.train import checkpoint
+from rlplus.train.config import Config
+from rlplus.train.trainer import Run, open_run, train
 
 
 def write_config(config: Config, folder: Path) -> Path:

@@ -11,9 +11,9 @@ from engine_runs import changed, engine_in_this_process, leave_out, same
 from recipe_cases import demonstrations_of_steps, draw_rewards
 from trainer_runs import metrics, run_config
 
-from rlplus.config import Config
-from rlplus.rollout import RunFailed
-from rlplus.trainer import train
+from rlplus.train.config import Config
+from rlplus.train.rollout import RunFailed
+from rlplus.train.trainer import train
 
 SAMPLED = {"top_k": 12, "top_p": 0.9, "min_p": 0.01, "temperature": 0.8}
 REPLAYED = {"preset": "exgrpo", "recipe": {"start": 0.0}}
@@ -23,7 +23,7 @@ CASES = [("rlplus", 1), (REPLAYED, 0), ("grpo", 0), ("gspo", 2)]
 @pytest.fixture(autouse=True)
 def rewards(monkeypatch: pytest.MonkeyPatch) -> None:
     """Such that every algorithm has a gradient; and the process's engine in this process, which takes seconds less."""
-    monkeypatch.setattr("rlplus.trainer.step.score", draw_rewards)
+    monkeypatch.setattr("rlplus.train.trainer.step.score", draw_rewards)
     engine_in_this_process(monkeypatch)
 
 

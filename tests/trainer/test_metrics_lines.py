@@ -8,15 +8,15 @@ from typing import Any
 import pytest
 from trainer_runs import run_config
 
-from rlplus.data import Example, Sample
-from rlplus.errors import SharedFailure
-from rlplus.learner import Policy
-from rlplus.trainer import train
-from rlplus.trainer.groups import LARGEST, score
-from rlplus.trainer.metrics import RunLog
-from rlplus.trainer.progress import Progress
-from rlplus.trainer.ranks import initialize_distributed
-from rlplus.trainer.reporter import Reporter
+from rlplus.common.errors import SharedFailure
+from rlplus.train.data import Example, Sample
+from rlplus.train.learner import Policy
+from rlplus.train.trainer import train
+from rlplus.train.trainer.groups import LARGEST, score
+from rlplus.train.trainer.metrics import RunLog
+from rlplus.train.trainer.progress import Progress
+from rlplus.train.trainer.ranks import initialize_distributed
+from rlplus.train.trainer.reporter import Reporter
 
 
 def strict(line: str) -> dict[str, Any]:

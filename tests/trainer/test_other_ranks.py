@@ -18,15 +18,15 @@ from other_ranks import CASES, STEPS, fixed_rollouts, on_one, write_cases
 from recipe_cases import drawn_batch, recipe_of
 from trainer_runs import metrics, on_ranks, run_config, write_state
 
-from rlplus.config import Config, TrainConfig
-from rlplus.data import Sample
-from rlplus.learner.deepspeed_settings import check_resharding
-from rlplus.learner.resharding import _frozen, _in_a_row, _in_parts, _Move
-from rlplus.recipe import Recipe
-from rlplus.recipe.replay import Remembered
-from rlplus.trainer import train
-from rlplus.trainer.ranks import initialize_distributed
-from rlplus.trainer.rollouts import Drawn, _share
+from rlplus.train.config import Config, TrainConfig
+from rlplus.train.data import Sample
+from rlplus.train.learner.deepspeed_settings import check_resharding
+from rlplus.train.learner.resharding import _frozen, _in_a_row, _in_parts, _Move
+from rlplus.train.recipe import Recipe
+from rlplus.train.recipe.replay import Remembered
+from rlplus.train.trainer import train
+from rlplus.train.trainer.ranks import initialize_distributed
+from rlplus.train.trainer.rollouts import Drawn, _share
 
 # DeepSpeed's converter confuses the parameters that are "in turns".
 BY_CONVERTER = ["unfinished", "waiting", "ZeRO-1", "ZeRO-3", "LoRA, ZeRO-2"]

@@ -10,14 +10,14 @@ import torch
 from engine_runs import changed, same
 from trainer_runs import metrics, run_config
 
-from rlplus.cli import main
-from rlplus.config import Config
-from rlplus.learner.packed_model import PackedModel
-from rlplus.learner.policy import Policy
-from rlplus.plan import make_cluster, make_plan, show_bytes
-from rlplus.plan.advice import PHASES, advise
-from rlplus.rollout.transformers_engine import TransformersEngine
-from rlplus.trainer import OutOfMemory, train
+from rlplus.tools.cli import main
+from rlplus.tools.plan import make_cluster, make_plan, show_bytes
+from rlplus.tools.plan.advice import PHASES, advise
+from rlplus.train.config import Config
+from rlplus.train.learner.packed_model import PackedModel
+from rlplus.train.learner.policy import Policy
+from rlplus.train.rollout.transformers_engine import TransformersEngine
+from rlplus.train.trainer import OutOfMemory, train
 
 TEXT = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has 1.00 GiB free."
 PLACES: dict[str, tuple[Any, str]] = {
@@ -102,7 +102,7 @@ def test_no_memory_at_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     def full(*_: Any, **__: Any) -> None:
         raise torch.OutOfMemoryError(TEXT)
 
-    monkeypatch.setattr("rlplus.learner.policy.deepspeed.initialize", full)
+    monkeypatch.setattr("rlplus.train.learner.policy.deepspeed.initialize", full)
     (tmp_path / "run.yaml").write_text(run_config(tmp_path).to_yaml())
     assert main(["train", str(tmp_path / "run.yaml")]) == 2
     message = capsys.readouterr().err.splitlines()[-1]

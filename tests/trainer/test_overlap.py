@@ -18,15 +18,15 @@ from trainer_runs import metrics, run_config
 from transformers import AutoModelForCausalLM
 from update_cases import packed
 
-import rlplus.rollout.process_engine
-from rlplus.config import Config
-from rlplus.data import Sample
-from rlplus.learner import forward_batches
-from rlplus.recipe import Batch, set_advantages
-from rlplus.rollout.transformers_engine import TransformersEngine
-from rlplus.trainer import Run, open_run, train
-from rlplus.trainer.rollouts import use_engine_logprob
-from rlplus.trainer.run import OF_RANK, STATE
+import rlplus.train.rollout.process_engine
+from rlplus.train.config import Config
+from rlplus.train.data import Sample
+from rlplus.train.learner import forward_batches
+from rlplus.train.recipe import Batch, set_advantages
+from rlplus.train.rollout.transformers_engine import TransformersEngine
+from rlplus.train.trainer import Run, open_run, train
+from rlplus.train.trainer.rollouts import use_engine_logprob
+from rlplus.train.trainer.run import OF_RANK, STATE
 
 
 def test_overlap_refuses_a_cap_that_would_do_nothing(tmp_path):
@@ -53,7 +53,7 @@ def overlapping(folder: Path, output: str, steps: int, **sections: Any) -> Confi
 
 @pytest.fixture
 def lottery(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rlplus.trainer.step.score", draw_rewards)
+    monkeypatch.setattr("rlplus.train.trainer.step.score", draw_rewards)
 
 
 def draw_rewards(samples: Any, examples: Any, scorer: Any, decode: Any) -> None:
@@ -193,7 +193,10 @@ def test_a_resumed_run_is_complete_and_has_the_state_that_was_saved(tmp_path, in
 def test_the_batch_ahead_is_generated_while_the_policy_trains(tmp_path, in_thread, monkeypatch):
     """Neither side waits for the other: an update meets the generation of the next batch under way."""
     generating, update_seen = threading.Event(), threading.Event()
-    original_generate, original_update = TransformersEngine._generate_batch, rlplus.learner.policy.Policy.accumulate
+    original_generate, original_update = (
+        TransformersEngine._generate_batch,
+        rlplus.train.learner.policy.Policy.accumulate,
+    )
     meetings = []
 
     def slow_generate(engine: Any, batch: Any, sampling: Any) -> Any:
@@ -212,7 +215,7 @@ def test_the_batch_ahead_is_generated_while_the_policy_trains(tmp_path, in_threa
         return original_update(policy, batches, *rest)
 
     monkeypatch.setattr(TransformersEngine, "_generate_batch", slow_generate)
-    monkeypatch.setattr(rlplus.learner.policy.Policy, "accumulate", update)
+    monkeypatch.setattr(rlplus.train.learner.policy.Policy, "accumulate", update)
     train(overlapping(tmp_path, "run", 3, train={"prompts_per_update": 4}))
     assert meetings == [True] * 3
 
@@ -229,14 +232,14 @@ def test_a_failure_ahead_ends_the_run_where_it_is_wanted(tmp_path, in_thread, mo
 def test_a_batch_that_is_lost_takes_none_with_it_that_is_there(tmp_path, in_thread, lottery, monkeypatch):
     """The checkpoint after the first step holds the second one's batch; the third one's is generated again."""
     drawn: list[tuple[list[int], float]] = []
-    draw = rlplus.trainer.rollouts.Rollouts.draw
+    draw = rlplus.train.trainer.rollouts.Rollouts.draw
 
     def recorded(rollouts: Any, step: int, tally: Any) -> Any:
         batch = draw(rollouts, step, tally)
         drawn.append(([example.index for example in batch.examples], tally.means["batch/staleness"][0]))
         return batch
 
-    monkeypatch.setattr(rlplus.trainer.rollouts.Rollouts, "draw", recorded)
+    monkeypatch.setattr(rlplus.train.trainer.rollouts.Rollouts, "draw", recorded)
     sections: dict[str, Any] = {"train": {"overlap": 3}, "checkpoint": {"every": 1}}
     train(overlapping(tmp_path, "whole", 5, **sections))
     whole, drawn[:] = list(drawn), []
@@ -258,7 +261,7 @@ def test_an_engine_killed_ahead_costs_no_step(tmp_path, monkeypatch, kind):
     """A real process, killed once while it generates ahead: the run ends as an undisturbed one."""
     engine = {"engine": kind, "kv_cache_memory_mb": 16}
     whole = train(overlapping(tmp_path, "whole", 3, rollout=engine))
-    original = rlplus.rollout.process_engine.ProcessEngine.generate
+    original = rlplus.train.rollout.process_engine.ProcessEngine.generate
     killed = []
 
     def generate_and_kill(engine: Any, *args: Any) -> Any:
@@ -267,7 +270,7 @@ def test_an_engine_killed_ahead_costs_no_step(tmp_path, monkeypatch, kind):
             threading.Timer(0.02, os.kill, (engine.pid, signal.SIGKILL)).start()
         return original(engine, *args)
 
-    monkeypatch.setattr(rlplus.rollout.process_engine.ProcessEngine, "generate", generate_and_kill)
+    monkeypatch.setattr(rlplus.train.rollout.process_engine.ProcessEngine, "generate", generate_and_kill)
     broken = train(overlapping(tmp_path, "broken", 3, rollout=engine))
     assert killed[0].restarts == 1
     assert same(whole, broken)

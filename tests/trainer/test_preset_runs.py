@@ -7,8 +7,8 @@ from engine_runs import same
 from recipe_cases import draw_rewards
 from trainer_runs import metrics, run_config
 
-from rlplus.algorithm import ALGORITHMS
-from rlplus.trainer import train
+from rlplus.train.algorithm import ALGORITHMS
+from rlplus.train.trainer import train
 
 
 @pytest.mark.slow
@@ -18,7 +18,7 @@ from rlplus.trainer import train
 def test_each_part_of_a_presets_loss_is_there_and_resumes_bit_for_bit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, preset: str
 ) -> None:
-    monkeypatch.setattr("rlplus.trainer.step.score", draw_rewards)
+    monkeypatch.setattr("rlplus.train.trainer.step.score", draw_rewards)
     algorithm = ALGORITHMS[preset]
 
     def run(name: str, steps: int, resume: str | None = None) -> Path:

@@ -11,12 +11,12 @@ from trainer_runs import run_config
 
 from rlplus.common import activity
 from rlplus.common.terminal import duration
-from rlplus.config import PROGRESS, Config, RewardConfig
-from rlplus.reward import Scorer
-from rlplus.rollout import RunFailed
-from rlplus.trainer import Interrupted, open_run, train
-from rlplus.trainer.progress import Progress
-from rlplus.trainer.reporter import AGAIN_S, BETWEEN_STEPS_S, SETTLED_S, Pace, Reporter
+from rlplus.train.config import PROGRESS, Config, RewardConfig
+from rlplus.train.reward import Scorer
+from rlplus.train.rollout import RunFailed
+from rlplus.train.trainer import Interrupted, open_run, train
+from rlplus.train.trainer.progress import Progress
+from rlplus.train.trainer.reporter import AGAIN_S, BETWEEN_STEPS_S, SETTLED_S, Pace, Reporter
 
 OF_TOKENS = "of 5,000 tokens, step 6 of at most 9"
 
@@ -281,7 +281,7 @@ def test_a_run_that_cannot_be_made_says_so(tmp_path: Path, monkeypatch: pytest.M
         assert activity.current.phase == "engine"
         raise RunFailed("no engine today")
 
-    monkeypatch.setattr("rlplus.trainer.run_parts.make_engine", broken)
+    monkeypatch.setattr("rlplus.train.trainer.run_parts.make_engine", broken)
     config = run_config(tmp_path)
     with pytest.raises(RunFailed), open_run(config):
         pass

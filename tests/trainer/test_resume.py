@@ -14,12 +14,12 @@ import torch
 from engine_runs import changed, same
 from trainer_runs import metrics, on_ranks, run_config, write_state
 
-from rlplus import checkpoint
-from rlplus.cli import main
-from rlplus.config import Config, surroundings
-from rlplus.learner.pretrained import weights_fingerprint
-from rlplus.trainer import Interrupted, Run, train
-from rlplus.trainer.step import Step
+from rlplus.tools.cli import main
+from rlplus.train import checkpoint
+from rlplus.train.config import Config, surroundings
+from rlplus.train.learner.pretrained import weights_fingerprint
+from rlplus.train.trainer import Interrupted, Run, train
+from rlplus.train.trainer.step import Step
 
 
 def stamps(place: Path) -> dict[str, tuple[int, int]]:
@@ -62,7 +62,7 @@ def test_a_model_that_was_not_written_is_written_on_resume(tmp_path, monkeypatch
     """A run that ended between its last checkpoint and its export is not finished."""
     config = run_config(tmp_path, train={"steps": 1})
     with monkeypatch.context() as patch:
-        patch.setattr("rlplus.learner.policy.write_model", lambda *_: 1 / 0)
+        patch.setattr("rlplus.train.learner.policy.write_model", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             train(config)
     assert (train(config, resume="newest") / "model/model.safetensors").is_file()
@@ -339,8 +339,8 @@ def test_announcements_of_the_end_stop_a_run_unless_they_are_ignored(tmp_path, m
 DIES_ONCE = """
 import os, signal, sys
 from pathlib import Path
-from rlplus.cli import main
-from rlplus.trainer.step import Step
+from rlplus.tools.cli import main
+from rlplus.train.trainer.step import Step
 end, died = Step.end, Path(sys.argv[1])
 def dying(step, *arguments):
     if step.run.progress.step == 2 and step.run.rank == 1 and not died.exists():

@@ -11,18 +11,18 @@ from engine_runs import fail, in_the_middle_of_vllms, same, torchrun
 from trainer_runs import by_torchrun, environment, metrics, run_config
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-import rlplus.rollout.process_engine
-import rlplus.trainer.engine
-import rlplus.trainer.rollouts
-import rlplus.trainer.run_parts
-from rlplus.config import MAX_LOGPROB_GAPS
-from rlplus.evaluation import evaluate_model
-from rlplus.learner.policy import Policy, _buckets
-from rlplus.reward import Scorer
-from rlplus.rollout import RunFailed
-from rlplus.rollout.transformers_engine import TransformersEngine
-from rlplus.trainer import evaluator, open_run, train
-from rlplus.trainer.engine import PROBE_TOKENS
+import rlplus.train.rollout.process_engine
+import rlplus.train.trainer.engine
+import rlplus.train.trainer.rollouts
+import rlplus.train.trainer.run_parts
+from rlplus.train.config import MAX_LOGPROB_GAPS
+from rlplus.train.evaluation import evaluate_model
+from rlplus.train.learner.policy import Policy, _buckets
+from rlplus.train.reward import Scorer
+from rlplus.train.rollout import RunFailed
+from rlplus.train.rollout.transformers_engine import TransformersEngine
+from rlplus.train.trainer import evaluator, open_run, train
+from rlplus.train.trainer.engine import PROBE_TOKENS
 
 
 @pytest.fixture
@@ -68,7 +68,7 @@ def test_no_weight_learns_from_an_engine_with_other_weights(tmp_path, monkeypatc
 
 def test_the_probe_sees_a_wrong_first_push_before_anything_is_generated(tmp_path, monkeypatch, stale):
     stale(0)
-    monkeypatch.setattr(rlplus.trainer.rollouts, "generate", lambda *_: pytest.fail("it was generated"))
+    monkeypatch.setattr(rlplus.train.trainer.rollouts, "generate", lambda *_: pytest.fail("it was generated"))
     with pytest.raises(RunFailed, match=r"push of version 0: the mean gap between .* trainer is .*; want at most"):
         train(run_config(tmp_path))
 
@@ -106,12 +106,12 @@ def coarse(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, dict[st
             if parameter.dim() > 1:
                 parameter.mul_(20.0 if "layers" in name else 25.0)
     lm.save_pretrained(first / "model")
-    make = rlplus.trainer.run_parts.make_engine
+    make = rlplus.train.trainer.run_parts.make_engine
 
     def in_fp32(*args: Any, dtype: str, **kwargs: Any) -> Any:
         return make(*args, **kwargs, dtype="float32")
 
-    monkeypatch.setattr(rlplus.trainer.run_parts, "make_engine", in_fp32)
+    monkeypatch.setattr(rlplus.train.trainer.run_parts, "make_engine", in_fp32)
     return {"model": {"path": str(first / "model"), "scratch": None, "dtype": "bfloat16"}, "train": {"lr": 1e-6}}
 
 
@@ -164,7 +164,7 @@ def test_a_version_is_pushed_once(tmp_path, monkeypatch):
 def test_the_probe_changes_nothing(tmp_path, monkeypatch):
     """The same run without it, bit for bit."""
     with_probe = train(run_config(tmp_path, "with"))
-    monkeypatch.setattr(rlplus.trainer.engine.SyncedEngine, "_probe", lambda self: (torch.zeros(1), []))
+    monkeypatch.setattr(rlplus.train.trainer.engine.SyncedEngine, "_probe", lambda self: (torch.zeros(1), []))
     without = train(run_config(tmp_path, "without"))
     assert same(with_probe, without)
 
@@ -230,7 +230,7 @@ def test_a_finished_model_is_evaluated_in_this_process(tmp_path, monkeypatch):
     data = {"path": str(tmp_path / "task.jsonl"), "max_prompt_length": 8}
     server = {"mode": "server", "server_url": "http://127.0.0.1:9", "engine": "auto"}
     config = run_config(tmp_path, evaluation={"data": data, "samples": 1}, rollout=server)
-    monkeypatch.setattr("rlplus.rollout._choose", lambda engine: "transformers")
+    monkeypatch.setattr("rlplus.train.rollout._choose", lambda engine: "transformers")
     (result,) = evaluate_model(config, str(folder / "model")).values()
     assert result.problems == tuple(range(6))
 
@@ -288,9 +288,9 @@ def test_two_ranks_with_engine_processes_do_what_they_do_without(tmp_path):
 
 ABSENT = """
 import os, sys, time
-from rlplus.config import load_config
-from rlplus.rollout import clock
-from rlplus.trainer import open_run
+from rlplus.train.config import load_config
+from rlplus.train.rollout import clock
+from rlplus.train.trainer import open_run
 clock.GRACE_S = 1.0
 with open_run(load_config(sys.argv[1])) as run:
     if run.rank == 1:
@@ -318,10 +318,10 @@ def test_a_gather_that_waits_for_an_absent_rank_is_named_and_ended(tmp_path):
 
 ONE_FAILS = """
 import sys
-from rlplus.config import load_config
-from rlplus.rollout.transformers_engine import TransformersEngine
-from rlplus.trainer import run_parts, train
-from rlplus.trainer.engine import PROBE_TOKENS
+from rlplus.train.config import load_config
+from rlplus.train.rollout.transformers_engine import TransformersEngine
+from rlplus.train.trainer import run_parts, train
+from rlplus.train.trainer.engine import PROBE_TOKENS
 original, calls = TransformersEngine.generate, []
 def generate(engine, requests, sampling):
     if requests[0].max_tokens != PROBE_TOKENS:
@@ -372,7 +372,7 @@ def test_sft_starts_no_engine(tmp_path, monkeypatch, capsys):
         patch.setattr(type(beside), "needs_engine", True)
         train(beside)
     with monkeypatch.context() as patch:
-        patch.setattr(rlplus.trainer.run_parts, "make_engine", refuse)
+        patch.setattr(rlplus.train.trainer.run_parts, "make_engine", refuse)
         folder = train(run_config(tmp_path, "alone", **sft))
     assert "no rollouts, and no engine" in capsys.readouterr().err
     assert same(folder, Path(beside.output_dir))

@@ -13,19 +13,19 @@ from torch import Tensor
 from trainer_runs import metrics, run_config
 
 from rlplus.common.chosen_experts import fault
-from rlplus.config import Config
-from rlplus.data import MicroBatch, Sample, pack
-from rlplus.learner.packed_model import PackedModel
-from rlplus.rollout import RunFailed
-from rlplus.trainer import open_run, train
-from rlplus.trainer.loop import train_step
-from rlplus.verify import verify_run
+from rlplus.tools.verify import verify_run
+from rlplus.train.config import Config
+from rlplus.train.data import MicroBatch, Sample, pack
+from rlplus.train.learner.packed_model import PackedModel
+from rlplus.train.rollout import RunFailed
+from rlplus.train.trainer import open_run, train
+from rlplus.train.trainer.loop import train_step
 
 
 @pytest.fixture(autouse=True)
 def engines(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """Rewards such that every algorithm has a gradient, and an engine in this process, of the dtype in the fixture."""
-    monkeypatch.setattr("rlplus.trainer.step.score", draw_rewards)
+    monkeypatch.setattr("rlplus.train.trainer.step.score", draw_rewards)
     return engine_in_this_process(monkeypatch)
 
 

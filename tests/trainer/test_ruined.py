@@ -8,9 +8,9 @@ import quick
 from engine_runs import changed, same
 from trainer_runs import metrics, run_config
 
-from rlplus.learner.policy import Policy
-from rlplus.rollout import RunFailed
-from rlplus.trainer import Run, train
+from rlplus.train.learner.policy import Policy
+from rlplus.train.rollout import RunFailed
+from rlplus.train.trainer import Run, train
 
 
 def ruin(monkeypatch: pytest.MonkeyPatch, lr: float, updates: int) -> None:
@@ -112,7 +112,7 @@ def test_a_run_without_any_reward_says_so(tmp_path: Path, monkeypatch: pytest.Mo
         for sample in samples:
             sample.reward, sample.status = float("nan"), "crash"
 
-    monkeypatch.setattr("rlplus.trainer.step.score", mask)
+    monkeypatch.setattr("rlplus.train.trainer.step.score", mask)
     train(run_config(tmp_path, algorithm={"preset": "grpo"}, train={"steps": 4}))
     told = " ".join(capsys.readouterr().err.split())
     assert "in each group are equal (no reward in this step; 100% of the responses not graded, " in told

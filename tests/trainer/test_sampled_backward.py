@@ -8,9 +8,9 @@ import torch
 from safetensors.torch import load_file
 from trainer_runs import metrics, run_config
 
-from rlplus.config import TrainConfig
-from rlplus.learner import policy
-from rlplus.trainer import train
+from rlplus.train.config import TrainConfig
+from rlplus.train.learner import policy
+from rlplus.train.trainer import train
 
 SAMPLED = {"backward": "sampled", "prompts_per_update": 2}
 

@@ -20,14 +20,14 @@ from transformers import (
 from update_cases import batch_of_samples, packed
 
 from rlplus.common.terminal import Terminal
-from rlplus.config import Config, TrainConfig, load_config
-from rlplus.data import PromptSampler
-from rlplus.learner.learning_rate import learning_rate
 from rlplus.loss import Objective
-from rlplus.plan import make_cluster, make_plan
-from rlplus.plan.plan_text import show
-from rlplus.recipe import Batch, Recipe, Update, set_advantages
-from rlplus.trainer import open_run, train
+from rlplus.tools.plan import make_cluster, make_plan
+from rlplus.tools.plan.plan_text import show
+from rlplus.train.config import Config, TrainConfig, load_config
+from rlplus.train.data import PromptSampler
+from rlplus.train.learner.learning_rate import learning_rate
+from rlplus.train.recipe import Batch, Recipe, Update, set_advantages
+from rlplus.train.trainer import open_run, train
 
 
 def rates(updates: int, **fields: Any) -> list[float]:
@@ -145,7 +145,7 @@ def test_a_run_steps_with_the_scheduled_rates_and_resumes_in_their_middle(
 @pytest.mark.slow
 def test_updates_that_a_recipe_adds_end_at_the_minimum(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = lr_of_updates(monkeypatch)
-    monkeypatch.setattr("rlplus.trainer.run_parts.make_recipe", Again)
+    monkeypatch.setattr("rlplus.train.trainer.run_parts.make_recipe", Again)
     train(run_config(tmp_path, train=COSINE))
     assert len(seen) == 12
     assert seen[6:] == pytest.approx([1e-4] * 6)

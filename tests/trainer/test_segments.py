@@ -16,15 +16,15 @@ from teachers import make_teacher
 from trainer_runs import metrics, run_config
 from transformers import AutoModelForCausalLM
 
-from rlplus.config import Config
-from rlplus.data import Sample
-from rlplus.recipe import Batch
-from rlplus.rollout import RolloutEngine, make_engine
-from rlplus.rollout.transformers_engine import TransformersEngine
-from rlplus.trainer import Interrupted, evaluator, open_run, train, validator
-from rlplus.trainer.loop import train_step
-from rlplus.trainer.step import Step
-from rlplus.verify import verify_run
+from rlplus.tools.verify import verify_run
+from rlplus.train.config import Config
+from rlplus.train.data import Sample
+from rlplus.train.recipe import Batch
+from rlplus.train.rollout import RolloutEngine, make_engine
+from rlplus.train.rollout.transformers_engine import TransformersEngine
+from rlplus.train.trainer import Interrupted, evaluator, open_run, train, validator
+from rlplus.train.trainer.loop import train_step
+from rlplus.train.trainer.step import Step
 
 LENGTH, SEGMENT, WAITING = 8, 3, 2  # three segments: 3 + 3 + 2 tokens
 
@@ -58,8 +58,8 @@ def lottery(monkeypatch: pytest.MonkeyPatch) -> None:
 
     begun = TransformersEngine._begin  # also a `SharedEngine`'s
     monkeypatch.setattr(TransformersEngine, "_begin", begin)
-    monkeypatch.setattr("rlplus.trainer.run_parts.make_engine", make)
-    monkeypatch.setattr("rlplus.trainer.step.score", draw_rewards)
+    monkeypatch.setattr("rlplus.train.trainer.run_parts.make_engine", make)
+    monkeypatch.setattr("rlplus.train.trainer.step.score", draw_rewards)
 
 
 def segmented(folder: Path, output: str, steps: int, **sections: Any) -> Config:

@@ -13,11 +13,11 @@ from torch import nn
 from trainer_runs import metrics, run_config
 from transformers import DynamicCache
 
-from rlplus.config import Config
-from rlplus.rollout import Request, Sampling
-from rlplus.rollout.shared_engine import SharedEngine
-from rlplus.trainer import open_run, train
-from rlplus.trainer.loop import train_step
+from rlplus.train.config import Config
+from rlplus.train.rollout import Request, Sampling
+from rlplus.train.rollout.shared_engine import SharedEngine
+from rlplus.train.trainer import open_run, train
+from rlplus.train.trainer.loop import train_step
 
 LORA = {"rank": 4, "alpha": 8.0}
 NF4 = LORA | {"quantization": "nf4"}

@@ -12,11 +12,11 @@ from trainer_runs import metrics
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from examples import prepare_data
-from rlplus.cli import main
-from rlplus.config import load_config
-from rlplus.config.path_checks import shipped_architecture
-from rlplus.data import byte_tokenizer
-from rlplus.trainer import train
+from rlplus.tools.cli import main
+from rlplus.train.config import load_config
+from rlplus.train.config.path_checks import shipped_architecture
+from rlplus.train.data import byte_tokenizer
+from rlplus.train.trainer import train
 
 ROOT = Path(__file__).parents[2]
 PAPER = (

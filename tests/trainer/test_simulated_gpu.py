@@ -10,7 +10,7 @@ import processes
 import pytest
 from trainer_runs import environment
 
-from rlplus.algorithm import ALGORITHMS
+from rlplus.train.algorithm import ALGORITHMS
 
 PRESETS = list(ALGORITHMS)
 

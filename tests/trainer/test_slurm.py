@@ -12,8 +12,8 @@ from engine_runs import same
 from torch.distributed.run import get_args_parser
 from trainer_runs import environment, metrics, run_config
 
-from rlplus.cli import parse
-from rlplus.trainer import train
+from rlplus.tools.cli import parse
+from rlplus.train.trainer import train
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "examples/slurm.sh"

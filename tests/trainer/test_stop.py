@@ -15,11 +15,11 @@ from engine_runs import engine_in_this_process, fail, in_the_middle_of_vllms, sa
 from trainer_runs import by_torchrun, environment, metrics, on_ranks, run_config
 
 import rlplus
-from rlplus.config import Config
-from rlplus.learner.policy import Policy
-from rlplus.rollout.transformers_engine import TransformersEngine
-from rlplus.trainer import Interrupted, train
-from rlplus.trainer.engine import PROBE_TOKENS, EngineFailed
+from rlplus.train.config import Config
+from rlplus.train.learner.policy import Policy
+from rlplus.train.rollout.transformers_engine import TransformersEngine
+from rlplus.train.trainer import Interrupted, train
+from rlplus.train.trainer.engine import PROBE_TOKENS, EngineFailed
 
 PLACES = ["generate", "first micro-batch", "second micro-batch"]
 
@@ -145,7 +145,7 @@ def test_a_step_given_up_with_a_batch_ahead(tmp_path, monkeypatch, place, overla
 def test_a_second_signal_does_not_wait_unless_it_is_the_same_one(tmp_path, monkeypatch, apart):
     """A terminal and a launcher both signal a rank for one Ctrl-C: these count as one and cost no checkpoint."""
     config = run_config(tmp_path)
-    save = rlplus.checkpoint.save
+    save = rlplus.train.checkpoint.save
 
     def signalled_again(*args: Any, **options: Any) -> Path:
         os.kill(os.getpid(), signal.SIGINT)
@@ -153,9 +153,9 @@ def test_a_second_signal_does_not_wait_unless_it_is_the_same_one(tmp_path, monke
 
     with monkeypatch.context() as patch:
         kill_at(patch, "generate", 2)
-        patch.setattr(rlplus.checkpoint, "save", signalled_again)
+        patch.setattr(rlplus.train.checkpoint, "save", signalled_again)
         if apart:
-            patch.setattr("rlplus.trainer.stop.ONE_SIGNAL_S", 0.0)
+            patch.setattr("rlplus.train.trainer.stop.ONE_SIGNAL_S", 0.0)
         with pytest.raises(Interrupted) as stop:
             train(config)
     assert stop.value.signal == (signal.SIGINT if apart else signal.SIGTERM)
@@ -211,10 +211,10 @@ def test_vllm_is_interrupted_in_the_middle_of_generating(tmp_path, monkeypatch):
 
 ONE_IS_SIGNALLED = """
 import os, signal, sys, time
-from rlplus.config import load_config
-from rlplus.rollout.transformers_engine import TransformersEngine
-from rlplus.trainer import Interrupted, run_parts, train
-from rlplus.trainer.engine import PROBE_TOKENS
+from rlplus.train.config import load_config
+from rlplus.train.rollout.transformers_engine import TransformersEngine
+from rlplus.train.trainer import Interrupted, run_parts, train
+from rlplus.train.trainer.engine import PROBE_TOKENS
 original, calls = TransformersEngine._generate_batch, []
 def generate(engine, batch, sampling):
     if batch[0].max_tokens != PROBE_TOKENS:

@@ -13,13 +13,13 @@ import pytest
 from engine_runs import changed
 from trainer_runs import environment, metrics, on_ranks, run_config
 
-from rlplus.cli import TRAIN, main
-from rlplus.trainer import train
-from rlplus.trainer.metrics import RunLog
-from rlplus.trainer.progress import Progress
-from rlplus.trainer.ranks import initialize_distributed
-from rlplus.trainer.reporter import Reporter
-from rlplus.trainer.trackers import open_trackers
+from rlplus.tools.cli import TRAIN, main
+from rlplus.train.trainer import train
+from rlplus.train.trainer.metrics import RunLog
+from rlplus.train.trainer.progress import Progress
+from rlplus.train.trainer.ranks import initialize_distributed
+from rlplus.train.trainer.reporter import Reporter
+from rlplus.train.trainer.trackers import open_trackers
 
 # Signatures of wandb 0.31 and trackio 0.43.
 STUBS = {
@@ -148,7 +148,7 @@ def test_a_run_that_begins_anew_is_another(tmp_path: Path, tracker: Any, monkeyp
     """A run killed before its first checkpoint has left metrics, and nothing to go on from."""
     config = run_config(tmp_path, log={tracker.__name__: "p"})
     with monkeypatch.context() as patch:
-        patch.setattr("rlplus.trainer.run.Run.save_checkpoint", lambda run: 1 / 0)
+        patch.setattr("rlplus.train.trainer.run.Run.save_checkpoint", lambda run: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             train(config)
     train(config)
@@ -162,9 +162,9 @@ def test_a_tracker_that_fails_is_one_warning(
     tmp_path: Path, tracker: Any, failing: list[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     tracker.failing.update(failing)
-    with caplog.at_level(logging.WARNING, "rlplus.trainer.trackers"):
+    with caplog.at_level(logging.WARNING, "rlplus.train.trainer.trackers"):
         tracked(tmp_path, tracker.__name__)
-    (warning,) = [record.getMessage() for record in caplog.records if record.name == "rlplus.trainer.trackers"]
+    (warning,) = [record.getMessage() for record in caplog.records if record.name == "rlplus.train.trainer.trackers"]
     assert warning.startswith(f"{tracker.__name__} failed, and may miss steps that metrics.jsonl has: ConnectionError(")
     assert len(tracker.finished) == ("init" not in failing and "finish" not in failing)
 

@@ -16,18 +16,18 @@ from trainer_runs import metrics, run_config
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from update_cases import batch_of_samples, check_gradients, naive_gradients, packed
 
-from rlplus.algorithm import ALGORITHMS, Refill
-from rlplus.config import Config, load_config
-from rlplus.learner import has_gradient
-from rlplus.learner import learner as learner_module
-from rlplus.learner import policy as policy_module
-from rlplus.learner.policy import Policy
 from rlplus.loss import Objective
 from rlplus.loss.backends.selection import Choice
-from rlplus.recipe import Update, set_advantages
-from rlplus.rollout.transformers_engine import TransformersEngine
-from rlplus.trainer import Interrupted, Run, open_run, train
-from rlplus.trainer.step import Step
+from rlplus.train.algorithm import ALGORITHMS, Refill
+from rlplus.train.config import Config, load_config
+from rlplus.train.learner import has_gradient
+from rlplus.train.learner import learner as learner_module
+from rlplus.train.learner import policy as policy_module
+from rlplus.train.learner.policy import Policy
+from rlplus.train.recipe import Update, set_advantages
+from rlplus.train.rollout.transformers_engine import TransformersEngine
+from rlplus.train.trainer import Interrupted, Run, open_run, train
+from rlplus.train.trainer.step import Step
 
 
 @pytest.fixture
@@ -352,7 +352,7 @@ def test_truncated_importance_weights_are_logged(tmp_path, monkeypatch):
         for i, sample in enumerate(samples):
             sample.reward = float(i % 2)
 
-    monkeypatch.setattr("rlplus.trainer.step.score", draw_rewards)
+    monkeypatch.setattr("rlplus.train.trainer.step.score", draw_rewards)
     sections: dict[str, Any] = {"rollout": {"max_logprob_gap": 1.0}, "train": {"steps": 1}}
     capped = {"preset": "grpo", "objective": {"mismatch_cap": 1.2}}
     (row,) = metrics(train(run_config(tmp_path, "capped", algorithm=capped, **sections)))

@@ -10,20 +10,20 @@ import pytest
 from engine_runs import changed, same
 from trainer_runs import metrics, run_config, write_task
 
-from rlplus import checkpoint
-from rlplus.cli import main
-from rlplus.config import BENCHMARKS, Config, DataConfig, ValidationConfig, is_test_benchmark
-from rlplus.config.surroundings import surroundings
-from rlplus.data import Example
-from rlplus.evaluation.known import known_benchmarks
-from rlplus.report import load_run, write_report
-from rlplus.rollout import Completion, Request
-from rlplus.trainer import Run, open_run, train, validator
-from rlplus.trainer.progress import Progress
-from rlplus.trainer.run_folder import state_to_resume
-from rlplus.trainer.step import Step
-from rlplus.watch import FollowedRun
-from rlplus.watch.view import card
+from rlplus.tools.cli import main
+from rlplus.tools.report import load_run, write_report
+from rlplus.tools.watch import FollowedRun
+from rlplus.tools.watch.view import card
+from rlplus.train import checkpoint
+from rlplus.train.config import BENCHMARKS, Config, DataConfig, ValidationConfig, is_test_benchmark
+from rlplus.train.config.surroundings import surroundings
+from rlplus.train.data import Example
+from rlplus.train.evaluation.known import known_benchmarks
+from rlplus.train.rollout import Completion, Request
+from rlplus.train.trainer import Run, open_run, train, validator
+from rlplus.train.trainer.progress import Progress
+from rlplus.train.trainer.run_folder import state_to_resume
+from rlplus.train.trainer.step import Step
 
 
 def validated(folder: Path, output: str = "run", every: int = 1, name: str = "held_out", **sections: Any) -> Config:

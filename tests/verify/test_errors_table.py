@@ -10,13 +10,13 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
-from rlplus.algorithm import ALGORITHMS
-from rlplus.data import Sample
-from rlplus.verify import Verification
-from rlplus.verify.errors_table import TOGETHER, Row, _gradient_rows, _Sum, _Tokens
-from rlplus.verify.float64 import Constants, Loss, Own
-from rlplus.verify.taken import Accumulated
-from rlplus.verify.verify_text import SHOWN, show
+from rlplus.tools.verify import Verification
+from rlplus.tools.verify.errors_table import TOGETHER, Row, _gradient_rows, _Sum, _Tokens
+from rlplus.tools.verify.float64 import Constants, Loss, Own
+from rlplus.tools.verify.taken import Accumulated
+from rlplus.tools.verify.verify_text import SHOWN, show
+from rlplus.train.algorithm import ALGORITHMS
+from rlplus.train.data import Sample
 
 LAYERS = 30
 

@@ -15,17 +15,18 @@ import torch
 from recipe_cases import draw_rewards
 from trainer_runs import metrics, run_config, write_state
 
-from rlplus import checkpoint, verify
-from rlplus.cli import main
-from rlplus.data import MicroBatch, Sample
-from rlplus.learner import batch, make_micro_batches
-from rlplus.learner import policy as learner_policy
-from rlplus.learner.policy import Policy
 from rlplus.loss import group_advantages, token_weights
-from rlplus.recipe import plain
-from rlplus.trainer import step, train
-from rlplus.verify import Row, taken, verify_run
-from rlplus.verify.verify_text import SHOWN
+from rlplus.tools import verify
+from rlplus.tools.cli import main
+from rlplus.tools.verify import Row, taken, verify_run
+from rlplus.tools.verify.verify_text import SHOWN
+from rlplus.train import checkpoint
+from rlplus.train.data import MicroBatch, Sample
+from rlplus.train.learner import batch, make_micro_batches
+from rlplus.train.learner import policy as learner_policy
+from rlplus.train.learner.policy import Policy
+from rlplus.train.recipe import plain
+from rlplus.train.trainer import step, train
 
 ALL = 100  # more sequences than there are
 SIZES = {"engine": "transformers", "group_size": 4, "max_response_length": 8}
@@ -275,7 +276,7 @@ GIVEN: dict[str, tuple[dict[str, Any], str]] = {
 
 
 def verified(folder: Path, monkeypatch: pytest.MonkeyPatch, **sections: Any) -> verify.Verification:
-    monkeypatch.setattr("rlplus.trainer.step.score", draw_rewards)
+    monkeypatch.setattr("rlplus.train.trainer.step.score", draw_rewards)
     verification = verify_run(train(run_config(folder, **sections)), sequences=ALL)
     assert not verification.wrong
     return verification

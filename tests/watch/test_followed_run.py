@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 from watched_runs import NOW, Clocks, keeps, killed_and_resumed, run_at, says
 
-from rlplus.watch import FollowedRun, View, check_watched
-from rlplus.watch.followed_run import SILENT_S
-from rlplus.watch.plain_warnings import QUIET_S, RECENT, warnings_of
-from rlplus.watch.view import card
+from rlplus.tools.watch import FollowedRun, View, check_watched
+from rlplus.tools.watch.followed_run import SILENT_S
+from rlplus.tools.watch.plain_warnings import QUIET_S, RECENT, warnings_of
+from rlplus.tools.watch.view import card
 
 
 def followed(folder: Path, clocks: Clocks | None = None) -> FollowedRun:

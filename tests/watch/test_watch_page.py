@@ -7,7 +7,7 @@ import pytest
 from chromium import MISSING, PROGRAM, Tab, chromium
 from watched_runs import HOSTILE, keeps, killed_and_resumed, run_at, says, served
 
-from rlplus.watch import FollowedRun
+from rlplus.tools.watch import FollowedRun
 
 pytestmark = pytest.mark.skipif(PROGRAM is None, reason=MISSING)
 PICKED = "[...document.querySelectorAll('.column .moment.on')].map((m) => m.dataset.moment)"

@@ -14,8 +14,8 @@ import processes
 import pytest
 from watched_runs import HOSTILE, keeps, run_at, says, served
 
-from rlplus.cli import main
-from rlplus.watch import FollowedRun, WatchServer
+from rlplus.tools.cli import main
+from rlplus.tools.watch import FollowedRun, WatchServer
 
 
 @pytest.fixture
@@ -115,7 +115,7 @@ def test_a_pipe_in_the_place_of_a_file_is_not_waited_for(tmp_path: Path, folder:
     path.unlink(missing_ok=True)
     os.mkfifo(path)
     code = (
-        "import sys; from pathlib import Path; from rlplus.watch import FollowedRun, View; "
+        "import sys; from pathlib import Path; from rlplus.tools.watch import FollowedRun, View; "
         "view = View([FollowedRun('run', Path(sys.argv[1]))]); view.update(); view.page()"
     )
     done = subprocess.run([sys.executable, "-c", code, str(folder)], timeout=processes.PATIENCE_S)

@@ -14,9 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlplus.loss.divergence import teacher_classes, value_and_gradient
-from rlplus.loss.head import (
-    FLOOR,
+from rlplus.loss.head.head import (
     Gradients,
     Head,
     RunningStatistics,
@@ -30,8 +28,9 @@ from rlplus.loss.head import (
     raw_logits,
     scaled,
 )
-from rlplus.loss.objective import Objective
-from rlplus.loss.tokens import MISMATCH_STATS, STATS, TokenConstants, token_loss
+from rlplus.loss.objective.divergence import teacher_classes, value_and_gradient
+from rlplus.loss.objective.objective import Objective
+from rlplus.loss.objective.tokens import FLOOR, MISMATCH_STATS, STATS, TokenConstants, token_loss
 
 
 def policy_loss(

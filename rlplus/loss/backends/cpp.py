@@ -28,7 +28,7 @@ from rlplus.loss.backends.native import (
     take_scratch,
     wide_bias,
 )
-from rlplus.loss.head import (
+from rlplus.loss.head.head import (
     Gradients,
     Head,
     RunningStatistics,
@@ -36,8 +36,8 @@ from rlplus.loss.head import (
     add_dweight,
     dhidden,
 )
-from rlplus.loss.objective import Objective
-from rlplus.loss.tokens import MISMATCH_STATS, STATS, TokenConstants, token_loss
+from rlplus.loss.objective.objective import Objective
+from rlplus.loss.objective.tokens import MISMATCH_STATS, STATS, TokenConstants, token_loss
 
 GRADIENT_COLUMNS = 128  # columns of dz that are transposed at a time
 GRADIENT_WIDTH = 448  # columns of hidden at a time: with 512 rows half of a second-level cache

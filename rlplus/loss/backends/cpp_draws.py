@@ -22,7 +22,7 @@ from rlplus.loss.backends.native import (
     wide_bias,
 )
 from rlplus.loss.backends.sampled import MOST, Drawn
-from rlplus.loss.head import Head
+from rlplus.loss.head.head import Head
 
 COLUMNS = 5  # fp32 or int32 numbers of a row: count, flat, variance, square, slope of the target's softcap
 

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from rlplus.kernels import divergence_rows as kernels
-from rlplus.loss import cost
 from rlplus.loss.backends.triton import on_device
 from rlplus.loss.backends.ways import gradient_dtype, width
-from rlplus.loss.head import Gradients, Head, add_dweight, dhidden, fp16_scale, logits_into
+from rlplus.loss.head import cost
+from rlplus.loss.head.head import Gradients, Head, add_dweight, dhidden, fp16_scale, logits_into
 
 DIVERGENCE, WEIGHT, WIDTH = kernels.DIVERGENCE.value, kernels.WEIGHT.value, kernels.WIDTH.value
 

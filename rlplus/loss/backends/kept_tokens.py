@@ -16,10 +16,10 @@ from torch import Tensor
 
 from rlplus.loss.backends.pair_sums import Grads, PairGradients, bags, spans
 from rlplus.loss.backends.sampled import SAMPLED_STATS
-from rlplus.loss.head import FLOOR, Head, cap_slope, capped, scaled
-from rlplus.loss.inputs import check_values
-from rlplus.loss.objective import Objective
-from rlplus.loss.tokens import MISMATCH_STATS, STATS, TokenConstants, token_loss
+from rlplus.loss.head.head import Head, cap_slope, capped, scaled
+from rlplus.loss.objective.inputs import check_values
+from rlplus.loss.objective.objective import Objective
+from rlplus.loss.objective.tokens import FLOOR, MISMATCH_STATS, STATS, TokenConstants, token_loss
 
 
 class Pairs(NamedTuple):

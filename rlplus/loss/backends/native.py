@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from rlplus.loss.head import Head, logits_into
+from rlplus.loss.head.head import Head, logits_into
 
 logger = logging.getLogger(__name__)
 

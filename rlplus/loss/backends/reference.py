@@ -6,12 +6,12 @@ import torch
 from torch import Tensor
 
 from rlplus.loss.backends import kept_tokens
-from rlplus.loss.definition import policy_loss
-from rlplus.loss.divergence import divergence, student_classes, teacher_classes
-from rlplus.loss.head import FLOOR, Head, scaled
-from rlplus.loss.objective import Objective
-from rlplus.loss.precision import full_precision
-from rlplus.loss.tokens import TokenConstants, token_loss
+from rlplus.loss.guard.precision import full_precision
+from rlplus.loss.head.head import Head, scaled
+from rlplus.loss.objective.definition import policy_loss
+from rlplus.loss.objective.divergence import divergence, student_classes, teacher_classes
+from rlplus.loss.objective.objective import Objective
+from rlplus.loss.objective.tokens import FLOOR, TokenConstants, token_loss
 
 
 @torch.library.custom_op("rlplus::product", mutates_args=())

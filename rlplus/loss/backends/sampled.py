@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 
 from rlplus.loss.backends.pair_sums import Grads, PairGradients, add_over_ranks
-from rlplus.loss.head import Head
-from rlplus.loss.tokens import TokenConstants, may_have_gradient, token_loss
+from rlplus.loss.head.head import Head
+from rlplus.loss.objective.tokens import TokenConstants, may_have_gradient, token_loss
 
 MOST = 512  # elements of a row, besides the target's
 

@@ -15,13 +15,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from rlplus.loss import library, verdicts
-from rlplus.loss.backends import native
-from rlplus.loss.faults import advising
-from rlplus.loss.head import Head
-from rlplus.loss.precision import full_precision
+from rlplus.loss.backends import MODULES, implementation, native
+from rlplus.loss.guard import verdicts
+from rlplus.loss.guard.faults import advising
+from rlplus.loss.guard.precision import full_precision
+from rlplus.loss.head.head import Head
 
-BACKENDS = ("reference", *library.MODULES)
+BACKENDS = ("reference", *MODULES)
 CAPABILITY = (8, 0)  # the oldest GPUs for which the kernels are compiled and tested
 TRITON = (3, 6)  # the oldest that the kernels are tested with; 3.4 and older cannot compile them
 COMPARED_ROWS = 8
@@ -178,8 +178,8 @@ def _agrees(head: Head, scratch_bytes: float) -> bool:
         head = head._replace(target=head.target % len(head.weight), group="")
     rows = torch.linspace(0, N - 1, COMPARED_ROWS, device=head.hidden.device).round().long()
     with torch.no_grad(), full_precision(head.hidden.device), advising("triton"):
-        got = library.implementation("triton").logprob(head, scratch_bytes)[0][rows]
-        want = library.implementation("torch").logprob(head.rows(rows), scratch_bytes)[0]
+        got = implementation("triton").logprob(head, scratch_bytes)[0][rows]
+        want = implementation("torch").logprob(head.rows(rows), scratch_bytes)[0]
         agrees = torch.allclose(got, want, rtol=TOLERANCE, atol=TOLERANCE, equal_nan=True)
     if agrees:
         _agreeing.add(size)

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import _resolve_process_group  # type: ignore[attr-defined]
 
-from rlplus.loss.head import (
+from rlplus.loss.head.head import (
     Gradients,
     Head,
     RunningStatistics,
@@ -33,8 +33,8 @@ from rlplus.loss.head import (
     fp16_scale,
     fp16_weights,
 )
-from rlplus.loss.objective import Objective
-from rlplus.loss.tokens import MISMATCH_STATS, STATS, TokenConstants, token_loss
+from rlplus.loss.objective.objective import Objective
+from rlplus.loss.objective.tokens import MISMATCH_STATS, STATS, TokenConstants, token_loss
 
 FIRST = ("failed", "rows", "chunk", "tokens", "call")  # the first numbers that ranks exchange; then, of each input
 PER_TOKEN = 5 + len(TokenConstants._fields)  # per token, its checksum and the norm by which differences are judged

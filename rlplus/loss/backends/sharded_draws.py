@@ -12,7 +12,8 @@ from torch import Tensor
 from rlplus.loss.backends.sampled import Drawn
 from rlplus.loss.backends.sharded import Blocks, Shards, chunks
 from rlplus.loss.backends.torch_draws import draw
-from rlplus.loss.head import FLOOR, Head, Statistics, cap_slope, capped, scaled
+from rlplus.loss.head.head import Head, Statistics, cap_slope, capped, scaled
+from rlplus.loss.objective.tokens import FLOOR
 
 GOLDEN = 0.6180339887  # multiples of it, without their whole part, are far apart
 LESS = 6  # a chunk of these draws has so many times fewer rows: p, shares, running sums and what compares them

@@ -4,8 +4,8 @@ import torch
 from torch import Tensor
 
 from rlplus.kernels import policy_loss as token_kernels
-from rlplus.loss.objective import Objective
-from rlplus.loss.tokens import TokenConstants
+from rlplus.loss.objective.objective import Objective
+from rlplus.loss.objective.tokens import TokenConstants
 
 
 def columns(c: TokenConstants) -> tuple[Tensor, token_kernels.Given]:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from rlplus.loss.backends.chunked import scratch_per_logit, slices, statistics
 from rlplus.loss.backends.sampled import MOST, Drawn
-from rlplus.loss.head import Head
+from rlplus.loss.head.head import Head
 
 ONE = 2**40  # a threshold, in the whole numbers of running sums
 

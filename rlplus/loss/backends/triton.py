@@ -33,7 +33,7 @@ from rlplus.kernels import row_values as names
 from rlplus.loss.backends import token_arguments
 from rlplus.loss.backends.triton_chunks import Index, Work, arguments
 from rlplus.loss.backends.ways import Way, gradient_dtype, way_of, width
-from rlplus.loss.head import (
+from rlplus.loss.head.head import (
     Gradients,
     Head,
     Statistics,
@@ -44,8 +44,8 @@ from rlplus.loss.head import (
     fp16_weights,
     raw_logits,
 )
-from rlplus.loss.objective import Objective
-from rlplus.loss.tokens import MISMATCH_STATS, STATS, TokenConstants, may_have_gradient
+from rlplus.loss.objective.objective import Objective
+from rlplus.loss.objective.tokens import MISMATCH_STATS, STATS, TokenConstants, may_have_gradient
 
 LOGPROB, ENTROPY, REFERENCE = names.LOGPROB.value, names.ENTROPY.value, names.REFERENCE.value
 LOGSUM, SLOPE, WIDTH = names.LOGSUM.value, names.SLOPE.value, names.WIDTH.value
@@ -149,7 +149,7 @@ def block_logits(head: Head) -> Tensor:
 
 
 class KernelStatistics:
-    """Like `rlplus.loss.head.RunningStatistics`, with one kernel per block."""
+    """Like `rlplus.loss.head.head.RunningStatistics`, with one kernel per block."""
 
     def __init__(self, head: Head) -> None:
         n = len(head.target)

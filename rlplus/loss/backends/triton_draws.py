@@ -14,7 +14,7 @@ from rlplus.loss.backends.sampled import MOST, Drawn
 from rlplus.loss.backends.triton import on_device, sets
 from rlplus.loss.backends.triton_chunks import Index, Work, arguments
 from rlplus.loss.backends.ways import Way, way_of
-from rlplus.loss.head import Head
+from rlplus.loss.head.head import Head
 
 
 def draws(head: Head, on: Tensor, scratch_bytes: float) -> Iterator[tuple[Index, Drawn]]:

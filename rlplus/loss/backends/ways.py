@@ -6,8 +6,8 @@ import torch
 
 from rlplus.kernels import linear_logprob
 from rlplus.kernels.tiling import Tile
-from rlplus.loss import cost
-from rlplus.loss.head import Head
+from rlplus.loss.head import cost
+from rlplus.loss.head.head import Head
 
 LINE = 64  # buffers have a multiple of this many columns, so that rows start at multiples of 128 bytes
 

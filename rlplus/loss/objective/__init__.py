@@ -1,0 +1,1 @@
+"""The objective in plain PyTorch: the definition that every backend must match."""

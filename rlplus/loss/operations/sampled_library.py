@@ -1,0 +1,84 @@
+"""`linear_logprob` with a sampled backward pass as torch sees it; in the way of `library.py`.
+
+The forward pass returns the elements that the backward pass adds up, so their number is known when it has run.
+"""
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlplus.loss.backends import sampled
+from rlplus.loss.backends.pair_sums import PairGradients
+from rlplus.loss.guard.faults import advising
+from rlplus.loss.guard.precision import full_precision
+from rlplus.loss.head.head import Head
+from rlplus.loss.operations.library import (
+    check_logprob_rows,
+    check_targets,
+    differentiate,
+    drawer_of,
+    empty_gradients,
+    in_one_dtype,
+    keep_for_backward,
+    shards_of,
+    telling,
+)
+from rlplus.loss.operations.op_arguments import schema, unpack
+
+
+@torch.library.custom_op(
+    "rlplus::sampled_logprob",
+    mutates_args=(),
+    schema=f"({schema(Head)}, float scratch_bytes, str backend) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+)
+def sampled_logprob(*arguments: Any) -> tuple[Tensor, ...]:
+    """-> as `linear_logprob`, and the elements of the backward pass, see `sampled.Elements`."""
+    head, scratch_bytes, backend = unpack(arguments, Head)
+    with telling(head):
+        on = check_logprob_rows(head)
+    shards = shards_of(head, backend, scratch_bytes, on, ("sampled logprob", head.threshold), {})
+    check_targets(head, len(head.weight) if shards is None else sum(shards.lengths), on)
+    with full_precision(head.hidden.device), advising(backend):
+        everywhere = torch.ones_like(on)  # where no logprob has a gradient, an entropy may
+        known = sampled.forward(*drawer_of(backend, shards, head.rounded()), everywhere, scratch_bytes)
+    return known.logprob, known.entropy, *known.elements
+
+
+@sampled_logprob.register_fake
+def _(*arguments):  # type: ignore[no-untyped-def]
+    head, *_ = unpack(arguments, Head)
+    size = torch.library.get_ctx().new_dynamic_size()
+    rows = [head.hidden.new_empty(len(head.target), dtype=head.dtype) for _ in range(2)]
+    numbers = [head.target.new_empty(size) for _ in range(2)]
+    return *rows, *numbers, *(head.hidden.new_empty(size, dtype=head.dtype) for _ in range(2))
+
+
+@torch.library.custom_op(
+    "rlplus::sampled_logprob_backward",
+    mutates_args=(),
+    schema="(Tensor dlogprob, Tensor dentropy, Tensor row, Tensor token, Tensor of_logprob, Tensor of_entropy, "
+    f"{schema(Head)}, float scratch_bytes, str backend, bool[] needs) -> (Tensor, Tensor, Tensor)",
+)
+def sampled_logprob_backward(dlogprob: Tensor, dentropy: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """-> dhidden, dweight, dbias, without elements where not needed."""
+    elements = sampled.Elements(*arguments[:4])
+    head, scratch_bytes, backend, needs = unpack(arguments[4:], Head)
+
+    def compute(head: Head, *where: Any) -> tuple[Any, ...]:
+        grads = PairGradients(head, *where)
+        sampled.add_gradients(grads, head, elements, dlogprob, dentropy, scratch_bytes)
+        return (grads.finish(),)
+
+    with full_precision(head.hidden.device), advising(backend):
+        return in_one_dtype(compute, head, list(needs), None)  # type: ignore[return-value]
+
+
+@sampled_logprob_backward.register_fake
+def _(dlogprob, dentropy, *arguments):  # type: ignore[no-untyped-def]
+    head, *_, needs = unpack(arguments[4:], Head)
+    return empty_gradients(head, needs)
+
+
+sampled_logprob.register_autograd(partial(differentiate, sampled_logprob_backward), setup_context=keep_for_backward)

@@ -1,0 +1,196 @@
+"""A run that is followed: what is in its folder now, read again where it has changed. Nothing is written there."""
+
+import json
+import os
+import stat
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+from rlplus.tools.report import RunData
+from rlplus.tools.report.run_reader import step_of
+from rlplus.tools.report.shaded_samples import Moment, moment_of, step_files
+from rlplus.train.config import PROGRESS, SAMPLES
+
+RUN_FILES = (PROGRESS, "config.yaml", "metrics.jsonl")
+SILENT_S = 60.0  # a run writes progress.json every 2 s: after such a time without a new one it is gone
+MOMENTS = 6  # steps with samples that are shown, the newest ones
+
+
+def check_watched(folder: Path) -> None:
+    """ValueError unless a run has begun in the folder."""
+    if not folder.is_dir():
+        what = "it is a file" if folder.exists() else f"no such folder (current directory: {Path.cwd()})"
+        raise ValueError(f"want the folder of a run, its output_dir; got {folder}: {what}")
+    if not any((folder / name).is_file() for name in RUN_FILES):
+        hint = "".join(f"; below it is {below}" for below in _runs_below(folder))
+        raise ValueError(f"want the folder of a run; {folder} has no {', no '.join(RUN_FILES)}{hint}")
+
+
+def _runs_below(folder: Path) -> Iterator[Path]:
+    """The first run in a folder of the folder."""
+    found = (path.parent for name in RUN_FILES for path in sorted(folder.glob(f"*/{name}")))
+    yield from [*found][:1]
+
+
+class MetricsFile:
+    """metrics.jsonl as it grows: `steps` of its complete lines. A run that resumes replaces it by a shorter one."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.problem = path, ""
+        self.steps: list[dict[str, Any]] = []
+        self._read, self._last = 0, b""  # bytes that were read, and the last line among them
+
+    def update(self) -> bool:
+        """Read what has been added, or all of another file; whether anything is different."""
+        added = self._added()
+        begun_again = added is None
+        if added is None:  # done again by a resumed run, in other times; or removed
+            self.steps, self._read, self._last, self.problem = [], 0, b"", ""
+            added = self._added() or b""
+        complete, end, _ = added.rpartition(b"\n")  # a line that is being written may follow
+        if end:
+            lines = complete.split(b"\n")
+            self._read += len(complete) + 1
+            self._last = lines[-1] + b"\n"
+            for line in lines:
+                self._add(line)
+        return begun_again or bool(end)
+
+    def _added(self) -> bytes | None:
+        """The bytes behind the last line that was read; None if the file no longer has that line there."""
+        try:
+            with opened(self.path) as file:
+                file.seek(self._read - len(self._last))
+                same = file.read(len(self._last)) == self._last
+                return file.read() if same else None
+        except FileNotFoundError:
+            return None if self._last else b""
+
+    def _add(self, line: bytes) -> None:
+        try:
+            self.steps.append(step_of(line.decode(errors="replace"), f"{self.path}, line {len(self.steps) + 1}"))
+        except ValueError as error:
+            self.problem = f"A line of the metrics is left out: {error}"
+
+
+@dataclass(frozen=True)
+class Life:
+    """The contents of progress.json, and `since`: seconds since it was last written.
+
+    state: "running", "finished", "stopped" or "failed" as the run wrote it; "gone" if it stopped writing; "unknown"
+    without the file, which earlier versions did not write.
+    """
+
+    state: str
+    since: float = 0.0
+    now: dict[str, Any] | None = None
+
+
+class FollowedRun:
+    """A run by its label. `update` reads its folder; `changed` counts the updates that found new metrics.
+
+    clock, today: of this process and of the calendar.
+    """
+
+    def __init__(
+        self,
+        label: str,
+        folder: Path,
+        clock: Callable[[], float] = time.monotonic,
+        today: Callable[[], float] = time.time,
+    ) -> None:
+        self.label, self.folder = label, folder
+        self._clock, self._today = clock, today
+        self._metrics = MetricsFile(folder / "metrics.jsonl")
+        self._config: tuple[Any, str] = (None, "")
+        self._samples: dict[Path, tuple[Any, Moment | None, list[str]]] = {}
+        self._seen: tuple[Any, float] | None = None  # the last version of progress.json, and when it was first seen
+        self.data = RunData("", ())
+        self.settings: dict[str, Any] = {}
+        self.life = Life("unknown")
+        self.moments: list[Moment] = []
+        self.problems: list[str] = []
+        self.changed = 0
+
+    def update(self) -> None:
+        new_config = self._read_config()
+        if self._metrics.update() or new_config:
+            self.data = RunData(self._config[1], tuple(self._metrics.steps), samples=self.folder / SAMPLES)
+            self.changed += 1
+        self.life = self._read_life()
+        self._read_samples()
+        damaged = [f"These samples are left out: {what}" for _, _, found in self._samples.values() for what in found]
+        self.problems = [text for text in (self._metrics.problem, *damaged) if text]
+
+    def _read_config(self) -> bool:
+        """Read config.yaml if it is another one."""
+        path = self.folder / "config.yaml"
+        if (version := _version(path)) == self._config[0]:
+            return False
+        try:
+            text = _text(path) if version else ""
+            self.settings = RunData(text, ()).settings if text else {}
+        except (OSError, ValueError):  # its values are for warnings only
+            text, self.settings = "", {}
+        self._config = version, text
+        return True
+
+    def _read_life(self) -> Life:
+        try:
+            now = json.loads(_text(self.folder / PROGRESS))
+            written, state = float(now["written"]), str(now["state"])
+        except (OSError, ValueError, KeyError, TypeError):
+            return Life("unknown")
+        clock, age = self._clock(), max(0.0, self._today() - written)
+        if self._seen is None:
+            self._seen = written, clock - age
+        elif written != self._seen[0]:  # it lives, whatever the clock of its machine says
+            self._seen = written, clock
+        since = clock - self._seen[1]
+        if state == "running" and since > SILENT_S:
+            state = "gone"
+        return Life(state, since, now)
+
+    def _read_samples(self) -> None:
+        files = list(step_files(self.folder / SAMPLES).items())[-MOMENTS:]
+        before, self._samples = self._samples, {}
+        for path, step in files:
+            if (version := _version(path)) is None:  # dropped by a resume just now
+                continue
+            known = before.get(path)
+            if known is None or known[0] != version:
+                damaged: list[str] = []
+                known = version, moment_of(path, step, damaged), damaged
+            self._samples[path] = known
+        self.moments = [moment for _, moment, _ in self._samples.values() if moment is not None]
+
+    @property
+    def samples_version(self) -> str:
+        """A text that changes with the samples that are shown."""
+        return str([(path.name, version) for path, (version, _, _) in self._samples.items()])
+
+
+def opened(path: Path) -> IO[bytes]:
+    """The file; OSError where it is none, such as a pipe, which blocks its reader until a writer comes."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise FileNotFoundError(f"want a file; {path} is none")
+    return open(descriptor, "rb")
+
+
+def _text(path: Path) -> str:
+    with opened(path) as file:
+        return file.read().decode()
+
+
+def _version(path: Path) -> tuple[int, int, int] | None:
+    """A file's inode, size and time; None without the file."""
+    try:
+        found = os.stat(path)
+    except OSError:
+        return None
+    return (found.st_ino, found.st_size, found.st_mtime_ns) if stat.S_ISREG(found.st_mode) else None

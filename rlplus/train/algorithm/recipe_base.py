@@ -1,0 +1,113 @@
+"""The base class of the options of recipes."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, ClassVar, Literal
+
+from rlplus.common.section import Section
+
+HeadKind = Literal["language", "value"]
+
+
+class RecipeOptions(Section):
+    """Base class of the options, with what a configuration and a plan must know of a recipe without importing it.
+
+    in_place: whether a demonstration of the data replaces a rollout of its group.
+    replays: whether demonstrations are the policy's own rollouts of earlier steps, not the data's.
+    whole_demonstrations: whether they are samples of their own. Otherwise responses begin with parts of them.
+    extra_updates: the policy's updates in a step, at most, besides the ones on rollouts.
+    learners: the models that the recipe trains alongside the policy, by name. Each has the policy's body and the head
+    of the "language" model, or a "value" head of width 1.
+    learner_passes: forward passes over a step's samples, besides the learners' updates.
+    references: copies of the first model that they need.
+    own_advantages: whether advantages do not come from rewards by `algorithm.advantage`.
+    weighs_tokens: whether the loss of each token is weighed by what the policy says of it before the update: one more
+    forward pass.
+    """
+
+    in_place: ClassVar[bool] = True
+    replays: ClassVar[bool] = False
+    whole_demonstrations: ClassVar[bool] = True
+    extra_updates: ClassVar[int] = 0
+    learners: ClassVar[Mapping[str, HeadKind]] = {}
+    learner_passes: ClassVar[int] = 0
+    references: ClassVar[int] = 0
+    own_advantages: ClassVar[bool] = False
+    weighs_tokens: ClassVar[bool] = False
+
+    name: str
+
+    @property
+    def own_loss(self) -> str:
+        """The loss of rollouts if it is not the objective's; else empty."""
+        return ""
+
+    @property
+    def teacher_model(self) -> str | None:
+        """The folder or hub name of a frozen model beside the policy."""
+        return None
+
+    @property
+    def teacher_server(self) -> str | None:
+        """The address of a server with a frozen teacher."""
+        return None
+
+    @property
+    def stored_teacher(self) -> str | None:
+        """The folder with a frozen teacher's head and its hidden states."""
+        return None
+
+    @property
+    def topk(self) -> int:
+        """Number of a teacher's likeliest tokens, from such a server or the data, for a loss of its own; 0 = none."""
+        return 0
+
+    @property
+    def copied_teacher(self) -> bool:
+        """Whether the teacher begins as the model that the run starts from, and is not the policy as it is now."""
+        return False
+
+    @property
+    def averaged_teacher(self) -> bool:
+        """Whether this teacher follows the policy, by an average that a checkpoint has."""
+        return False
+
+    @property
+    def demonstration_prompt(self) -> str:
+        """The form of a prompt that shows a teacher the demonstration, or another response; empty without."""
+        return ""
+
+    @property
+    def shows_responses(self) -> bool:
+        """Whether this prompt shows another response of the group. Otherwise the demonstration has to be known."""
+        return False
+
+    @property
+    def no_update(self) -> str:
+        """Why a step may have no token with a gradient."""
+        return "the rewards in each group are equal"
+
+    @property
+    def trains_demonstrations(self) -> bool:
+        """Whether what is demonstrated has a loss."""
+        return True
+
+    @property
+    def unsolved_only(self) -> bool:
+        """Whether only prompts that no rollout solved have demonstrations."""
+        return False
+
+    def problems(self, config: Any) -> Iterator[str]:
+        """Reasons why a run cannot use the recipe with its other settings. config: an `rlplus.train.config.Config`."""
+        yield from ()
+
+    def refusals(self, examples: Sequence[Any]) -> Iterator[str]:
+        """Reasons why a run cannot train on these prompts. examples: a list of `rlplus.train.data.Example`."""
+        yield from ()
+
+    def largest_update(self, config: Any, samples: int) -> int:
+        """The largest number of samples in an update of any model. samples: in the policy's updates on rollouts."""
+        return samples
+
+    def learner_updates(self, updates: int) -> int:
+        """Updates of each learner in a step with that many of the policy."""
+        return updates

@@ -1,0 +1,186 @@
+"""The rollout engine of a run: its weights' version, its agreement with the trainer, and its failures."""
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlplus.common import agree
+from rlplus.common.errors import SharedFailure
+from rlplus.train.config import Config
+from rlplus.train.data import MicroBatch, Sample
+from rlplus.train.learner import Policy
+from rlplus.train.learner.batch import even_batches
+from rlplus.train.reward import GraderFailed
+from rlplus.train.rollout import Completion, Request, RolloutEngine, RunFailed, Sampling, check_experts, check_kept
+from rlplus.train.trainer.logprob_gap import Compared, LogprobGap
+from rlplus.train.trainer.ranks import set_timeouts
+from rlplus.train.trainer.stop import Answer, StepGivenUp, StopSignal
+
+PROBES, PROBE_TOKENS = 8, 7  # prompts, and tokens behind each
+
+logger = logging.getLogger(__name__)
+
+
+class EngineFailed(SharedFailure):
+    """`clear`: the engine reported the cause, and a new one would fail in the same way."""
+
+    def __init__(self, message: str, clear: bool) -> None:
+        super().__init__(message)
+        self.clear = clear
+
+
+class NoEngine:
+    """The engine of a run that samples nothing: it loads no model, and requests to it are a caller's mistake."""
+
+    name = "no engine"
+
+    def generate(self, *_: Any, **__: Any) -> list[list[Completion]]:
+        raise AssertionError("want an engine (Config.needs_engine) before anything is sampled")
+
+    def push_weights(self, *_: Any) -> None:
+        raise AssertionError("want an engine (Config.needs_engine) before weights are pushed")
+
+    def sleep(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class SyncedEngine:
+    """`engine` is the latest one from `make`. prompts: token ids, for probes. Collective."""
+
+    def __init__(
+        self,
+        config: Config,
+        policy: Policy,
+        prompts: Sequence[Sequence[int]],
+        pad_id: int,
+        make: Callable[[], RolloutEngine],
+        stop: StopSignal,
+    ) -> None:
+        self.config, self.policy, self.prompts, self.pad_id = config, policy, prompts, pad_id
+        self._make, self._stop = make, stop
+        self.engine = self._new()
+        self.gap = 0.0  # found by the last probe
+        self._agreement = LogprobGap(config, policy)
+        self._version: int | None = None  # that the engine has
+        self._probed: int | None = None
+
+    def _new(self) -> RolloutEngine:
+        engine = self._make()
+        set_timeouts()
+        return engine
+
+    def sync(self, version: int, *, probe: bool) -> None:
+        """Push the policy's weights to the engine unless it has this version of them; RunFailed if that fails.
+
+        probe: sample a few tokens and compare their logprobs with the trainer's, for samples that the trainer does not
+        compare before it uses them. An engine's first weights are always probed, to fail early.
+        """
+        if version != self._version:
+            self._version = None
+            self.engine.push_weights(self.policy.pushed(), version)
+            self._version = version
+        if self._probed is None or (probe and version != self._probed):
+            gaps, compared = self._probe()
+            self.gap, self._probed = float(gaps.mean()) if len(gaps) else 0.0, version
+            self.check(float(gaps.sum()), len(gaps), compared, f"after the push of version {version}")
+
+    def _probe(self) -> tuple[Tensor, list[Compared]]:
+        """-> the gaps between the logprobs of this rank's tokens behind the first prompts, and their micro-batches."""
+        rollout = self.config.rollout
+        requests = [Request(prompt, 1, min(PROBE_TOKENS, rollout.max_response_length)) for prompt in self.prompts]
+        sampling = Sampling.of_training(rollout, seed=0)
+        answers = self._agreed(
+            lambda: check_experts(
+                check_kept(self.engine.generate(requests, sampling), sampling, self.engine.name),
+                requests,
+                sampling,
+                self.engine.name,
+            )
+        )
+        samples = [
+            Sample(prompt, c.tokens, group, False, c.truncated, c.logprob, kept=c.kept, experts=c.experts)
+            for group, (prompt, (c,)) in enumerate(zip(self.prompts, answers, strict=True))
+        ]
+        parallel = self.config.train.sequence_parallel
+        if parallel > 1:  # ranks of a group need the same samples: all of the group's
+            samples = [sample for part in agree.gathered(samples, parallel) for sample in part]
+        weights = [torch.ones(len(sample.response)) for sample in samples]
+        batches = even_batches(samples, weights, self.config, self.pad_id, self.policy.device)
+        gaps = torch.cat([self._gaps_of(batch) for batch in batches])
+        return gaps, [(batch, batch.engine_logprob) for batch in batches]
+
+    def _gaps_of(self, batch: MicroBatch) -> Tensor:
+        """The gaps of the batch's sampled tokens."""
+        return (self.policy.logprob(batch) - batch.engine_logprob)[~batch.engine_logprob.isnan()].double().abs()
+
+    def check(self, total: float, count: float, compared: Sequence[Compared], when: str) -> None:
+        """EngineFailed where `LogprobGap.fault` finds one."""
+        if fault := self._agreement.fault(total, count, compared, self.engine.name, when):
+            raise EngineFailed(fault, clear=True)
+
+    def ask(self, question: Callable[[RolloutEngine], Answer], *, interruptible: bool = False) -> Answer:
+        """`question(engine)`, which must not need other ranks. If it fails on one, EngineFailed on all.
+
+        Before that, all ranks recreate a broken colocated engine once and repeat the question. SharedFailure if the
+        grader failed. interruptible: a signal raises StepGivenUp, on all ranks.
+        """
+        rollout = self.config.rollout
+
+        def call() -> Answer:
+            return question(self.engine)
+
+        if interruptible and not (rollout.mode == "colocated" and rollout.tensor_parallel_size > 1):
+            call = self._stop.interruptible(call)  # ranks that share an engine wait for each other in it
+        try:
+            return self._agreed(call)
+        except EngineFailed as failure:
+            if failure.clear or rollout.mode != "colocated":  # one outside the trainer's process renews itself
+                raise
+            logger.warning("%s: starting a new one and asking again", failure)
+            try:
+                self._renew()
+                return self._agreed(call)
+            except RunFailed as again:
+                raise EngineFailed(f"{failure}; then a new one: {again}", clear=True) from again
+
+    def _agreed(self, call: Callable[[], Answer]) -> Answer:
+        """`call` on every rank; an exception on one is raised on all, which would deadlock in the next collective."""
+        failure: BaseException | None = None
+        try:
+            answer = call()
+        except (Exception, StepGivenUp) as error:
+            failure = error
+        if not agree.largest(failure is not None):
+            return answer
+        if agree.largest(isinstance(failure, StepGivenUp)):
+            self._stop.check()
+        clear = (ValueError, RunFailed)
+        what = agree.failures(failure, clear=clear)
+        if agree.largest(isinstance(failure, GraderFailed)):  # the question was an evaluation
+            raise SharedFailure(f"responses could not be graded: {what}") from failure
+        raise EngineFailed(
+            f"the rollout engine failed: {what}", bool(agree.largest(isinstance(failure, clear)))
+        ) from failure
+
+    def _renew(self) -> None:
+        def make_again() -> None:
+            try:
+                self.engine.close()
+            except Exception:
+                logger.warning("the failed engine does not close", exc_info=True)
+            self.engine = self._new()
+
+        version, self._version, self._probed = self._version, None, None
+        self._agreed(make_again)
+        if version is not None:
+            self.sync(version, probe=True)
+
+    def sleep(self) -> None:
+        self.engine.sleep()
+
+    def close(self) -> None:
+        self.engine.close()
