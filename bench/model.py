@@ -41,7 +41,7 @@ def rows_of(
     n, dtype = round(share * shape.N), torch.float16 if path is cost.TWICE else torch.bfloat16
     hidden, weight = (torch.empty(k, shape.H, dtype=dtype, device="meta") for k in (n, shape.V))
     head = Head(hidden, weight, None, torch.empty(n, dtype=torch.int64, device="meta"), 1.0)
-    tile = TILES[8 if machine.half == cost.A100.half else 9][0] if path.own else None
+    tile = TILES[8 if machine.half == cost.A100.half else 9][0] if path.ours else None
     way = Way(None, dlogits=dtype) if path is cost.TWICE else Way(tile, dtype)
     return chunk_rows(head, way, mb * 1e6, machine)
 

@@ -23,7 +23,7 @@ from rlplus.kernels.elementwise import (
     _x,
     _z,
 )  # fmt: skip
-from rlplus.kernels.linear_logprob import check_rows
+from rlplus.kernels.linear_logprob import check_rows, check_temperature
 from rlplus.kernels.tiling import Block
 
 # Columns of values (n, WIDTH) fp32: the largest z and log sum e^(z - largest) of the student and the teacher; the mean
@@ -88,9 +88,8 @@ def _check(
         raise ValueError(f"want values (n, {WIDTH.value}), contiguous; got {tuple(values.shape)}, {values.stride()}")
     check_rows("logits", logits, n, V, float32)
     check_rows("teacher_logits", teacher_logits, n, V, float32)
-    for own in (transform.row_temperature for transform in transforms):
-        if own is not None and (own.shape != (n,) or own.dtype != float32 or not own.is_contiguous()):
-            raise ValueError(f"want row_temperature ({n},) fp32, contiguous; got {own.dtype} {tuple(own.shape)}")
+    for transform in transforms:
+        check_temperature(transform.row_temperature, n)
     return n
 
 
@@ -113,8 +112,8 @@ def _grow(z, inside, largest, rest):
 def _logsum(largest, rest, BLOCK_V: tl.constexpr):
     """The largest z of all columns, and log sum e^(z - largest)."""
     top, column = tl.max(largest, 0), tl.arange(0, BLOCK_V)
-    own = tl.min(tl.where(largest == top, column, BLOCK_V), 0)
-    shares = tl.where(column == own, rest, (1.0 + rest) * _exp(largest - top))
+    first = tl.min(tl.where(largest == top, column, BLOCK_V), 0)
+    shares = tl.where(column == first, rest, (1.0 + rest) * _exp(largest - top))
     return top, _log1p(tl.sum(shares, 0))
 
 

@@ -122,8 +122,8 @@ def _draw_kernel(
                 EXPONENTIALS, BLOCK_V,
             )  # fmt: skip
             variance = raised * mass - below
-        own = _expm1(logprob)
-        square += tl.where(logprob == logprob, own * own, 0.0)  # NaN: no target
+        miss = _expm1(logprob)
+        square += tl.where(logprob == logprob, miss * miss, 0.0)  # NaN: no target
     tl.store(out + COUNT, count.to(tl.float32))
     tl.store(out + FLAT, flat.to(tl.float32))
     tl.store(out + VARIANCE, variance)

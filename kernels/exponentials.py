@@ -222,9 +222,9 @@ def _gradient_kernel(
         z = _z(raw, v, inside, bias, inv_temperature, softcap)
         logp = _floor(z - tl.load(known + REFERENCE) - tl.load(known + LOGSUM))
         p, logprob = _exp(logp), tl.load(known + LOGPROB)
-        own = v == tl.load(target + n)
-        dz = tl.where(own, -a * _expm1(logprob), -a * p)
-        dz -= h * p * (tl.where(own, logprob, logp) + tl.load(known + ENTROPY))
+        at_target = v == tl.load(target + n)
+        dz = tl.where(at_target, -a * _expm1(logprob), -a * p)
+        dz -= h * p * (tl.where(at_target, logprob, logp) + tl.load(known + ENTROPY))
         if softcap is not None:
             dz *= _softcap_slope(_x(raw, v, inside, bias, inv_temperature), softcap)
     tl.store(out, dz.to(dlogits.dtype.element_ty), there)

@@ -155,12 +155,16 @@ def _tma_reaches(x: Tensor) -> bool:
 
 
 def check(values: Tensor, target: Tensor, row_temperature: Tensor | None) -> None:
-    n, own = len(target), row_temperature
-    if own is not None and (own.shape != (n,) or own.dtype != torch.float32 or not own.is_contiguous()):
-        raise ValueError(f"want row_temperature ({n},) fp32, contiguous; got {own.dtype} {tuple(own.shape)}")
+    n = len(target)
+    check_temperature(row_temperature, n)
     if values.shape != (n, WIDTH.value) or not values.is_contiguous() or not target.is_contiguous():
         got = f"{tuple(values.shape)} and {tuple(target.shape)} with strides {values.stride()}, {target.stride()}"
         raise ValueError(f"want values ({n}, {WIDTH.value}) and target (n,), contiguous; got {got}")
+
+
+def check_temperature(x: Tensor | None, n: int) -> None:
+    if x is not None and (x.shape != (n,) or x.dtype != torch.float32 or not x.is_contiguous()):
+        raise ValueError(f"want row_temperature ({n},) fp32, contiguous; got {x.dtype} {tuple(x.shape)}")
 
 
 def check_rows(name: str, x: Tensor, n: int, V: int, dtype: torch.dtype | None = None) -> None:
@@ -324,9 +328,9 @@ def _finish_kernel(
         t = decay * (t + up * s) + tl.sum(e * (t_part + d * s_part), 0)
         s = decay * s + tl.sum(e * s_part, 0)
     d = _floor(z - m)
-    own = tl.where(known, _exp(d), 0.0)
-    logsum = tl.where(m > LOWEST, _log1p(s + (own - 1.0)), float("nan"))
-    tl.store(out + ENTROPY, logsum - (t + own * d) / (s + own), here)
+    e_target = tl.where(known, _exp(d), 0.0)
+    logsum = tl.where(m > LOWEST, _log1p(s + (e_target - 1.0)), float("nan"))
+    tl.store(out + ENTROPY, logsum - (t + e_target * d) / (s + e_target), here)
     tl.store(out + REFERENCE, m, here)
     tl.store(out + LOGSUM, logsum, here)
     logprob = tl.where(known, _floor(d - logsum), float("nan"))

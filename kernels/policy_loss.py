@@ -17,7 +17,16 @@ from rlplus.kernels.row_values import DENTROPY, DLOGPROB, ENTROPY, LOGPROB, WIDT
 
 LAUNCH = {"BLOCK_N": 128, "num_warps": 4}
 
-CONSTANTS = tl.constexpr(8)  # columns of `constants`
+# Columns of `constants`: the fields of `TokenConstants`.
+ADVANTAGE = tl.constexpr(0)
+TOKEN_WEIGHT = tl.constexpr(1)
+EXTERNAL_TOKEN = tl.constexpr(2)
+OLD_LOGPROB = tl.constexpr(3)
+BEHAVIOR_LOGPROB = tl.constexpr(4)
+REF_LOGPROB = tl.constexpr(5)
+ENGINE_LOGPROB = tl.constexpr(6)
+ENTROPY_WEIGHT = tl.constexpr(7)
+CONSTANTS = tl.constexpr(8)
 SUMS = tl.constexpr(20)
 
 
@@ -271,11 +280,14 @@ def _token_loss_kernel(
     here, c = n < N, coefficients
     row, value = constants + n * CONSTANTS, values + n * WIDTH
     logprob, entropy = tl.load(value + LOGPROB, here, 0.0), tl.load(value + ENTROPY, here, 0.0)
-    A, weight = tl.load(row, here, 0.0), tl.load(row + 1, here, 0.0)
-    is_external = tl.load(row + 2, here, 0.0) != 0
-    old = tl.load(row + 3, here, 0.0) if OLD else logprob
-    behavior, ref = tl.load(row + 4, here, 0.0), tl.load(row + 5, here, 0.0)
-    engine, entropy_weight = tl.load(row + 6, here, 0.0), tl.load(row + 7, here, 0.0)
+    A = tl.load(row + ADVANTAGE, here, 0.0)
+    weight = tl.load(row + TOKEN_WEIGHT, here, 0.0)
+    is_external = tl.load(row + EXTERNAL_TOKEN, here, 0.0) != 0
+    old = tl.load(row + OLD_LOGPROB, here, 0.0) if OLD else logprob
+    behavior = tl.load(row + BEHAVIOR_LOGPROB, here, 0.0)
+    ref = tl.load(row + REF_LOGPROB, here, 0.0)
+    engine = tl.load(row + ENGINE_LOGPROB, here, 0.0)
+    entropy_weight = tl.load(row + ENTROPY_WEIGHT, here, 0.0)
     on = weight != 0
     internal, external = on & (is_external == 0), on & is_external
 

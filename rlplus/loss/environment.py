@@ -19,9 +19,8 @@ def environment() -> dict[str, Any]:
     """The environment as nested dicts of text. A CUDA device without a verdict is checked, which may take minutes."""
     packages = {name: found for name in PACKAGES if (found := _version(name))}
     python = {"python": platform.python_version(), "system": platform.platform()}
-    own = versions()
     return {
-        "versions": own | packages | python,
+        "versions": versions() | packages | python,
         "variables": {name: os.environ[name] for name in sorted(os.environ) if name.startswith(VARIABLES)},
         "verdicts": str(cache_folder() or "not kept"),
         "devices": {str(device): _describe(device) for device in _devices()},

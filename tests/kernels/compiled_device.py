@@ -11,12 +11,14 @@ from head_cases import EVERYTHING, check_precision, on_policy, run, sample
 from ptx.device import Device
 
 from rlplus.kernels import linear_logprob as kernels
-from rlplus.loss.backends import chunked, ways
 from rlplus.loss.backends import triton as backend
+from rlplus.loss.backends import ways
+from rlplus.loss.head import gradients
+from rlplus.loss.head.head import add_dweight
 
 HEAD, CONSTANTS = sample(150, 300, 1, torch.bfloat16, 64)
 HEAD = on_policy(HEAD)
-mm, sets, add, finish_rows = torch.mm, backend.sets, backend._Gradients.add, kernels.finish_rows
+mm, sets, add, finish_rows = torch.mm, backend.sets, backend.ChunkGradients.add_chunk, kernels.finish_rows
 
 
 def there() -> list[dict[str, torch.Tensor]]:
@@ -37,7 +39,7 @@ def step(device: Device, mb: float = 0.08) -> None:
 def vendor(device: Device) -> None:
     """Chunks of logits from the vendor's GEMM."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ways, "own_tile", lambda head: None)
+        patch.setattr(ways, "our_tile", lambda head: None)
         step(device, mb=0.15)
 
 
@@ -51,24 +53,24 @@ def captured(device: Device) -> None:
 
 MISTAKES = {  # owner, name, what stands there, and the call
     "the number of rows is read once more": (
-        backend, "_sets", lambda may, gradient: (int(may.sum()), sets(may, gradient))[1], step),
+        backend, "sets", lambda may, gradient: (int(may.sum()), sets(may, gradient))[1], step),
     "every chunk waits for its rows": (
-        backend._Gradients, "add", lambda *a: (a[-1].nonzero(), add(*a))[1], step),
+        backend.ChunkGradients, "add_chunk", lambda *a: (a[-1].nonzero(), add(*a))[1], step),
     "the rows to compute again are counted by the host": (
         kernels, "finish_rows", lambda values, partial, V, target, marked=None, again=False: (
             finish_rows(values, partial, V, target, marked, again), marked.any().item()), step),
     "the numbers of rows are on the host": (
-        backend, "_sets", lambda may, gradient: [(x.cpu(), on) for x, on in sets(may, gradient)], step),
+        backend, "sets", lambda may, gradient: [(x.cpu(), on) for x, on in sets(may, gradient)], step),
     "a count is awaited while a graph is captured": (backend, "_capturing", lambda device: False, captured),
     "logits are rounded to bf16": (
         torch, "mm", lambda a, b, out_dtype=None, out=None: mm(a, b, out_dtype=out_dtype) if out is None else (
             out.copy_(mm(a, b))), vendor),
     "a GEMM of bf16 and fp32": (backend, "dhidden", lambda dz, head: torch.mm(dz.float(), head.weight), step),
     "fp32 is added to without out_dtype": (
-        backend, "add_dweight", lambda total, dz, hidden, beta=1.0: (
+        gradients, "add_dweight", lambda total, dz, hidden, beta=1.0: (
             torch.addmm(total, dz.t(), hidden, beta=beta, out=total)), step),
     "beta is 1 on what nobody wrote": (
-        backend, "add_dweight", lambda total, dz, hidden, beta=1.0: chunked.add_dweight(total, dz, hidden), step),
+        gradients, "add_dweight", lambda total, dz, hidden, beta=1.0: add_dweight(total, dz, hidden), step),
     "a kernel gets a tensor of the host": (
         kernels, "check", lambda values, target, *_: target.set_(target.cpu()), step),
 }  # fmt: skip

@@ -30,7 +30,7 @@ EVERY_TILE = pytest.mark.parametrize("tile", TILES)
 
 @pytest.fixture(autouse=True)
 def use_this_gemm(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ways, "own_tile", own_gemm)
+    monkeypatch.setattr(ways, "our_tile", own_gemm)
 
 
 def inputs(n: int, V: int, H: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:

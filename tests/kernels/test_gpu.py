@@ -29,7 +29,7 @@ Case = tuple[Head, dict[str, Any]]
 
 @pytest.fixture(params=GEMMS)
 def gemm(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    monkeypatch.setattr(ways, "own_tile", GEMMS[request.param])
+    monkeypatch.setattr(ways, "our_tile", GEMMS[request.param])
     return request.param
 
 
@@ -61,7 +61,7 @@ def test_every_objective_in_every_precision(
 ) -> None:
     number = len(internal + external)
     if number % 2:
-        monkeypatch.setattr(ways, "own_tile", GEMMS["triton"])
+        monkeypatch.setattr(ways, "our_tile", GEMMS["triton"])
     objective = Objective(internal, external, **FEATURES[features])
     head, constants = case(40, 200, 64, dtype, number)
     got = on_device(DEVICE, head, constants, objective, temperature=0.7, max_scratch_mb=(None, 0.05)[number % 3 // 2])
@@ -354,7 +354,7 @@ def peak(call: Any) -> tuple[int, Any]:
 def test_memory_stays_within_the_scratch(
     name: str, gemm: str, mb: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ways, "own_tile", GEMMS[gemm])
+    monkeypatch.setattr(ways, "our_tile", GEMMS[gemm])
     n, V, H = 4096, 32_001, 1024
     hidden, weight = torch.randn(n, H, device=DEVICE).to(dtype), (0.1 * torch.randn(V, H, device=DEVICE)).to(dtype)
     target, on = torch.randint(V, (n,), device=DEVICE), torch.ones(n, device=DEVICE)
@@ -378,7 +378,7 @@ def test_memory_stays_within_the_scratch(
 
 
 def test_logprobs_need_little_memory_without_logits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ways, "own_tile", GEMMS["triton"])
+    monkeypatch.setattr(ways, "our_tile", GEMMS["triton"])
     hidden, weight = (torch.randn(*s, device=DEVICE).bfloat16() for s in ((4096, 256), (151_936, 256)))
     target = torch.randint(151_936, (4096,), device=DEVICE)
     bytes_used, _ = peak(lambda: linear_logprob(hidden, weight, target, backend="triton", max_scratch_mb=20))

@@ -18,6 +18,7 @@ from rlplus import Objective, linear_logprob, linear_policy_loss
 from rlplus.kernels import linear_logprob as linear_kernels
 from rlplus.loss.backends import triton as backend
 from rlplus.loss.backends import triton_chunks, ways
+from rlplus.loss.head import gradients
 from rlplus.loss.head.head import Head as OpHead
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -101,10 +102,11 @@ def test_fp16_gradients_of_the_logits_do_not_vanish(size: float, monkeypatch: py
     for name in ("token_weight", "entropy_weight"):
         constants[name] *= size
     want = fused(head, constants, EVERYTHING)
-    for module in (backend, ways):
+    for module in (backend, gradients, ways):
         monkeypatch.setattr(module, "gradient_dtype", lambda head: torch.float16)
     monkeypatch.setattr(backend, "dhidden", lambda dz, head, f=backend.dhidden: f(dz.float(), head))
-    monkeypatch.setattr(backend, "add_dweight", lambda dw, dz, h, f=backend.add_dweight, **o: f(dw, dz.float(), h, **o))
+    add = gradients.add_dweight
+    monkeypatch.setattr(gradients, "add_dweight", lambda dw, dz, h, **o: add(dw, dz.float(), h, **o))
     got = fused(head, constants, EVERYTHING)
     for name in ("dhidden", "dweight", "dbias"):
         error = (got[name].float() - want[name]).abs().max()
@@ -179,7 +181,7 @@ def test_a_chunk_keeps_to_its_scratch(
     target = torch.zeros(1, dtype=torch.int64).expand(n)
     head = OpHead(empty(n, H).to(dtype), empty(V, H).to(dtype), None, target, 1.0)
     tile = linear_kernels.default_tile(head.hidden, False)
-    with mock.patch.object(ways, "own_tile", return_value=tile if own else None):
+    with mock.patch.object(ways, "our_tile", return_value=tile if own else None):
         way = ways.way_of(head, gradient, bonus)
     rows = ways.chunk_rows(head, way, scratch)
     assert 1 <= rows <= max(n, 1)

@@ -41,6 +41,11 @@ def test_every_surrogate_has_a_kernel_and_a_closed_form() -> None:
         assert (product.INTERNAL.keys(), product.EXTERNAL.keys()) == (INTERNAL.keys(), EXTERNAL.keys())
 
 
+def test_the_kernel_names_the_columns_of_the_constants_in_order() -> None:
+    names = ["EXTERNAL_TOKEN" if field == "external" else field.upper() for field in TokenConstants._fields]
+    assert [getattr(token_kernels, name).value for name in names] == list(range(token_kernels.CONSTANTS.value))
+
+
 @pytest.mark.parametrize(("internal", "external", "features"), OBJECTIVES)
 def test_every_objective_matches_its_definition(internal: str, external: str, features: str) -> None:
     """On ordinary tokens, on p near 0 and 1, on ratios near 1, and on a logprob that rounding put above 0.

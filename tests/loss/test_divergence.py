@@ -320,10 +320,10 @@ def test_a_factor_of_the_loss_scales_its_gradients_and_nothing_else_is_different
 def test_auto_on_a_cpu_is_torch_and_cpp_says_which_backends_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
     inputs = sample(dtype=FP32)
     calls: list[str] = []
-    found = library.implementation
-    monkeypatch.setattr(library, "implementation", lambda name: (calls.append(name), found(name))[1])
+    found = library.divergence
+    monkeypatch.setattr(library, "divergence", lambda name: (calls.append(name), found(name))[1])
     linear_divergence(**inputs)
-    assert calls == ["chunked"]
+    assert calls == ["torch"]
     if native.load() is not None:
         with pytest.raises(ValueError, match="want backend reference, torch, triton for a divergence; got 'cpp'"):
             linear_divergence(**inputs, backend="cpp")

@@ -39,7 +39,7 @@ SCRATCH = [
 EVERY_SCRATCH = pytest.mark.parametrize("max_scratch_mb", SCRATCH)
 TILE = TILES[0][1]
 PLAIN = Objective("clip", "mis", **(FEATURES["all"] | {"entropy_coef": 0.0}))
-OWN_TILE = ways.own_tile  # as it is shipped
+OWN_TILE = ways.our_tile  # as it is shipped
 GEMMS = [pytest.param(TILE, id="ours"), pytest.param(None, id="vendor's")]
 EVERY_GEMM = pytest.mark.parametrize("tile", GEMMS)
 
@@ -51,7 +51,7 @@ def tile() -> Tile | None:
 
 @pytest.fixture(autouse=True)
 def chosen(tile: Tile | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ways, "own_tile", lambda head: tile)
+    monkeypatch.setattr(ways, "our_tile", lambda head: tile)
 
 
 @pytest.mark.parametrize(

@@ -27,6 +27,7 @@ from rlplus.kernels.tiling import Block
 from rlplus.loss import linear_policy_loss, selfcheck
 from rlplus.loss.backends import chunked
 from rlplus.loss.backends import triton as backend
+from rlplus.loss.backends.protocol import PolicyCall, PolicyResult
 from rlplus.loss.backends.ways import Way, chunk_rows
 from rlplus.loss.head import cost
 from rlplus.loss.head.head import Head
@@ -92,13 +93,13 @@ def test_its_sizes_take_every_way(dtype: torch.dtype, machine: cost.Machine) -> 
 def planted(change: Callable[..., Any]) -> Callable[..., Any]:
     """The `torch` backend's policy loss, its results changed."""
 
-    def policy_loss(*arguments: Any) -> Any:
-        loss, logprob, entropy, stats, (dhidden, dweight, dbias) = chunked.policy_loss(*arguments)
-        values = {"loss": loss, "logprob": logprob, "entropy": entropy, "dhidden": dhidden, "dweight": dweight}
-        values["dbias"] = dbias
+    def policy_loss(call: PolicyCall) -> PolicyResult:
+        result, names = chunked.policy_loss(call), ("dhidden", "dweight", "dbias")
+        values = {name: getattr(result, name) for name in ("loss", "logprob", "entropy")}
+        values |= dict(zip(names, result.gradients, strict=True))
         change(values)
-        grads = tuple(values[name] for name in ("dhidden", "dweight", "dbias"))
-        return values["loss"], values["logprob"], values["entropy"], stats, grads
+        changed = {name: value for name, value in values.items() if name not in names}
+        return result._replace(**changed, gradients=tuple(values[name] for name in names))
 
     return policy_loss
 

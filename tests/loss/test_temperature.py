@@ -72,7 +72,7 @@ def test_low_precision_inputs_keep_the_errors_of_fp32(backend: str, dtype: torch
 @TRANSFORMS
 def test_in_our_own_gemm(transform: dict[str, float], bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its tiles, with and without stored logits; 40 rows: the last tile of rows is not full."""
-    monkeypatch.setattr(ways, "own_tile", own_gemm)
+    monkeypatch.setattr(ways, "our_tile", own_gemm)
     head, constants = sample(40, 70, dtype=torch.float32, H=16)
     T = temperatures(40, torch.float32)
     check_precision(fused("triton", head, constants, T, **transform), head, constants, EVERYTHING, T, **transform)

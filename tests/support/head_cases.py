@@ -37,7 +37,7 @@ def on_policy(head: Head) -> Head:
 
 
 def own_gemm(head: OpHead) -> Tile | None:
-    """Replaces `ways.own_tile`: the first GEMM is our own, but for fp16, whose range exponentials leave."""
+    """Replaces `ways.our_tile`: the first GEMM is our own, but for fp16, whose range exponentials leave."""
     if head.hidden.dtype == torch.float16:
         return None
     return default_tile(head.hidden, any(x is not None for x in (head.bias, head.softcap, head.row_temperature)))

@@ -14,67 +14,45 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rlplus.loss.backends.protocol import PolicyCall, PolicyResult, Slopes, Stored
+from rlplus.loss.head.gradients import Gradients, GradientSum, Want
 from rlplus.loss.head.head import (
-    Gradients,
     Head,
     RunningStatistics,
     Statistics,
-    add_dweight,
     cap_slope,
     capped,
-    dhidden,
-    fp16_scale,
-    fp16_weights,
     raw_logits,
     scaled,
 )
 from rlplus.loss.objective.divergence import teacher_classes, value_and_gradient
-from rlplus.loss.objective.objective import Objective
-from rlplus.loss.objective.tokens import FLOOR, MISMATCH_STATS, STATS, TokenConstants, token_loss
+from rlplus.loss.objective.tokens import FLOOR, stat_names, token_loss
 
 
-def policy_loss(
-    head: Head,
-    constants: TokenConstants,
-    objective: Objective,
-    scratch_bytes: float,
-    needs: list[bool],
-    weight_grad: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, tuple[Tensor, Tensor, Tensor]]:
-    """-> loss (0-d), logprob (N,), entropy (N,), stats (S,), gradients of hidden, weight and bias where needed.
-
-    With `weight_grad` (V, H), fp32 (fp64), the gradient of weight is added there.
-    """
-    N, dtype = len(head.target), head.dtype
-    logprob, entropy = (head.hidden.new_empty(N, dtype=dtype) for _ in range(2))
-    loss = head.hidden.new_zeros((), dtype=dtype)
-    names = STATS if constants.engine_logprob is None else STATS + MISMATCH_STATS
-    stats = head.hidden.new_zeros(len(names), dtype=dtype)
-    grads = Gradients.zeros(head, needs, weight_grad)
-    gradient = any(g.numel() for g in grads)
-    scale = _fp16_scale(head, fp16_weights(constants, objective))
-    if scale is not None and weight_grad is not None:
-        weight_grad.mul_(scale)  # a power of two: exact, and undone at the end
-    for rows in _chunks(head, scratch_bytes):
-        part = constants.rows(rows)
-        logp, p, logprob[rows], entropy[rows], slope = statistics(head, rows, gradient)
-        out = token_loss(logprob[rows], entropy[rows], part, objective)
+def policy_loss(call: PolicyCall) -> PolicyResult:
+    head, constants, objective, want = call
+    logprob, entropy = (head.hidden.new_empty(len(head.target), dtype=head.dtype) for _ in range(2))
+    loss = head.hidden.new_zeros((), dtype=head.dtype)
+    stats = head.hidden.new_zeros(len(stat_names(constants)), dtype=head.dtype)
+    grads = GradientSum(head, want, call.factors)
+    for rows in _chunks(head, want.scratch_bytes):
+        logp, p, logprob[rows], entropy[rows], slope = statistics(head, rows, want.some)
+        out = token_loss(logprob[rows], entropy[rows], constants.rows(rows), objective)
         loss += out.loss
         stats += torch.stack(list(out.stats.values()))
-        if gradient:
+        if want.some:
             dentropy = out.dentropy if objective.entropy_coef else None
-            _backward(head, rows, (logp, p, slope), out.dlogprob, dentropy, entropy[rows], scale, grads)
+            _add(grads, rows, (logp, p, slope), out.dlogprob, dentropy, entropy[rows])
         del logp, p, slope  # else there are four buffers while the next chunk's are made
-    return loss, logprob, entropy, stats, _unscaled(grads, scale).finish(head, weight_grad)
+    return PolicyResult(loss, logprob, entropy, stats, grads.finish())
 
 
-def new_stored(head: Head, count: int) -> tuple[Tensor, Tensor]:
-    """Memory for what `logprob_backward` needs of so many rows: logits before the softcap (count, V), and nothing."""
+def new_stored(head: Head, count: int) -> Stored:
+    """Logits before the softcap (count, V), and nothing."""
     return tuple(head.hidden.new_empty(count, width, dtype=head.dtype) for width in (len(head.weight), 0))  # type: ignore[return-value]
 
 
-def logprob(head: Head, scratch_bytes: float, stored: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, Tensor]:
-    """-> logprob (N,), entropy (N,). stored: of all rows, which are written there; None: they are not kept."""
+def logprob(head: Head, scratch_bytes: float, stored: Stored | None = None) -> tuple[Tensor, Tensor]:
     logprob, entropy = (head.hidden.new_empty(len(head.target), dtype=head.dtype) for _ in range(2))
     for rows in _chunks(head, scratch_bytes):
         x = None
@@ -84,72 +62,42 @@ def logprob(head: Head, scratch_bytes: float, stored: tuple[Tensor, Tensor] | No
     return logprob, entropy
 
 
-def logprob_backward(
-    head: Head,
-    dlogprob: Tensor,
-    dentropy: Tensor,
-    scratch_bytes: float,
-    needs: list[bool],
-    weight_grad: Tensor | None,
-    stored: tuple[Tensor, Tensor] | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of sum(dlogprob * logprob + dentropy * entropy), as in `policy_loss`.
-
-    stored: as `logprob` wrote it, of all rows; it is read. None: the logits are computed again.
-    """
-    grads, scale = Gradients.zeros(head, needs, weight_grad), _fp16_scale(head, [dlogprob, dentropy])
-    for rows in _chunks(head, scratch_bytes):
+def logprob_backward(head: Head, slopes: Slopes, want: Want, stored: Stored | None = None) -> Gradients:
+    grads = GradientSum(head, want, list(slopes))
+    for rows in _chunks(head, want.scratch_bytes):
         x = None if stored is None else stored[0][rows].clone()
         logp, p, _, entropy, slope = statistics(head, rows, True, x)
-        _backward(head, rows, (logp, p, slope), dlogprob[rows], dentropy[rows], entropy, scale, grads)
+        _add(grads, rows, (logp, p, slope), *slopes.rows(rows), entropy)
         del logp, p, slope
-    return _unscaled(grads, scale).finish(head, weight_grad)
+    return grads.finish()
 
 
-def divergence(
-    head: Head,
-    teacher: Head,
-    weights: Tensor,
-    beta: float,
-    scratch_bytes: float,
-    needs: list[bool],
-    weight_grad: Tensor | None,
-) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
-    """-> divergence (N,), gradients of sum(weights * divergence), as in `policy_loss`. beta: of `divergence.py`."""
-    values, scale = head.hidden.new_empty(len(head.target), dtype=head.dtype), _fp16_scale(head, [weights])
-    grads = Gradients.zeros(head, needs, weight_grad)
-    gradient = any(g.numel() for g in grads)
-    for rows in _chunks(head, scratch_bytes / 3):  # six buffers in the place of two
+def divergence(head: Head, teacher: Head, weights: Tensor, beta: float, want: Want) -> tuple[Tensor, Gradients]:
+    """-> divergence (N,), gradients of sum(weights * divergence). beta: as in `objective/divergence.py`."""
+    values, grads = head.hidden.new_empty(len(head.target), dtype=head.dtype), GradientSum(head, want, [weights])
+    for rows in _chunks(head, want.scratch_bytes / 3):  # six buffers in the place of two
         part = head.rows(rows)
-        logp, _, _, slope = _log_probabilities(part, gradient)
+        logp, _, _, slope = _log_probabilities(part, want.some)
         logq = _log_probabilities(teacher.rows(rows), gradient=False)[0]
         values[rows], dz = value_and_gradient(logp, logq.to(head.dtype), beta)
-        if gradient:
-            _add_weighted(part, rows, (dz, logp, slope), weights[rows], scale, grads)
+        if want.some:
+            _add_weighted(grads, rows, (dz, logp, slope), weights[rows])
         del logp, logq, slope, dz
-    return values, _unscaled(grads, scale).finish(head, weight_grad)
+    return values, grads.finish()
 
 
 def topk_divergence(
-    head: Head,
-    tokens: Tensor,
-    logprobs: Tensor,
-    weights: Tensor,
-    beta: float,
-    scratch_bytes: float,
-    needs: list[bool],
-    weight_grad: Tensor | None,
-) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
+    head: Head, tokens: Tensor, logprobs: Tensor, weights: Tensor, beta: float, want: Want
+) -> tuple[Tensor, Gradients]:
     """As `divergence`, from the teacher's tokens and logprobs (N, k).
 
     The others are a class of their own, whose slope is shared in proportion to their probabilities.
     """
-    values, scale = head.hidden.new_empty(len(head.target), dtype=head.dtype), _fp16_scale(head, [weights])
-    grads = Gradients.zeros(head, needs, weight_grad)
-    gradient, V, k = any(g.numel() for g in grads), len(head.weight), tokens.shape[1]
-    for rows in _chunks(head, scratch_bytes):
+    values, grads = head.hidden.new_empty(len(head.target), dtype=head.dtype), GradientSum(head, want, [weights])
+    V, k = len(head.weight), tokens.shape[1]
+    for rows in _chunks(head, want.scratch_bytes):
         part, at = head.rows(rows), tokens[rows].clamp(0, V - 1)
-        z, slope = _logits(part, gradient)
+        z, slope = _logits(part, want.some)
         memory = torch.empty_like(z)
         classes = [z.gather(1, at)]
         if k < V:
@@ -159,13 +107,13 @@ def topk_divergence(
             classes.append(top + total.log())
         logq = teacher_classes(logprobs[rows], V).to(head.dtype).clamp_(min=FLOOR)
         values[rows], dclasses = value_and_gradient(_log_softmax(torch.cat(classes, 1))[0], logq, beta)
-        if gradient:
+        if want.some:
             if k < V:
                 memory.mul_(dclasses[:, k:] / total)
             memory.scatter_(1, at, dclasses[:, :k])
-            _add_weighted(part, rows, (memory, z, slope), weights[rows], scale, grads)
+            _add_weighted(grads, rows, (memory, z, slope), weights[rows])
         del z, slope, memory
-    return values, _unscaled(grads, scale).finish(head, weight_grad)
+    return values, grads.finish()
 
 
 def _chunks(head: Head, scratch_bytes: float) -> Iterator[slice]:
@@ -233,78 +181,32 @@ def _row_statistics(z: Tensor, at: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return logsum, logsum - e.mul_(z).sum(-1) / (1 + rest), e
 
 
-def _backward(
-    head: Head,
-    rows: slice,
-    matrices: tuple[Tensor, Tensor, Tensor | None],
-    dlogprob: Tensor,
-    dentropy: Tensor | None,
-    entropy: Tensor,
-    scale: Tensor | None,
-    grads: Gradients,
-) -> None:
-    """Write dlogprob (onehot - p) - dentropy p (log p + entropy) over logp and add the chunk to the gradients."""
+def _add(
+    grads: GradientSum, rows: slice, matrices: tuple[Tensor, Tensor, Tensor | None], dlogprob: Tensor,
+    dentropy: Tensor | None, entropy: Tensor,
+) -> None:  # fmt: skip
+    """Add a chunk; matrices: log p, p and slope, of which log p is overwritten by the logits' gradient,
+    dlogprob (onehot - p) - dentropy p (log p + entropy)."""
     logp, p, slope = matrices
     active = dlogprob != 0 if dentropy is None else (dlogprob != 0) | (dentropy != 0)
-    if scale is not None:
-        dlogprob, dentropy = dlogprob * scale, None if dentropy is None else dentropy * scale
+    dentropy = None if dentropy is None else grads.scaled(dentropy)
     torch.exp(logp, out=p)
-    head = head.rows(rows)
-    dz = _row_gradient(head, logp, p, dlogprob, dentropy, entropy)
+    head = grads.head.rows(rows)
+    dz = _row_gradient(head, logp, p, grads.scaled(dlogprob), dentropy, entropy)
     if slope is not None:
         dz *= slope
-    _add(head, rows, dz, p, active, scale, grads)
+    grads.add(rows, head, dz, active, p)
 
 
 def _add_weighted(
-    head: Head, rows: slice, matrices: tuple[Tensor, Tensor, Tensor | None], weights: Tensor,
-    scale: Tensor | None, grads: Gradients,
-) -> None:  # fmt: skip
-    """`_add` weights * dz, from the derivatives by z; matrices: dz, memory and slope of the softcap (n, V)."""
-    dz, memory, slope = matrices
-    dz *= ((weights if scale is None else weights * scale) / head.divisor)[:, None]
+    grads: GradientSum, rows: slice, matrices: tuple[Tensor, Tensor, Tensor | None], weights: Tensor
+) -> None:
+    """Add weights * dz, from the derivatives by z; matrices: dz, memory and slope of the softcap (n, V)."""
+    (dz, memory, slope), head = matrices, grads.head.rows(rows)
+    dz *= (grads.scaled(weights) / head.divisor)[:, None]
     if slope is not None:
         dz *= slope
-    _add(head, rows, dz, memory, weights != 0, scale, grads)
-
-
-def _add(
-    head: Head, rows: slice, dz: Tensor, memory: Tensor, active: Tensor, scale: Tensor | None, grads: Gradients
-) -> None:
-    """Add the products of a chunk's dz (n, V), which may be overwritten, as `memory` (n, V) is; head: of the chunk.
-
-    active (n,): rows with a gradient. `scale` multiplies the gradients of weight and bias.
-    """
-    hidden = head.hidden
-    keep: Tensor | slice = rows
-    if dz.device.type == "cpu":  # leave rows without a gradient out of the GEMMs
-        index = active.nonzero().squeeze(1)
-        if len(index) < len(active):
-            dz, hidden = torch.index_select(dz, 0, index, out=memory[: len(index)]), hidden[index]
-            keep = index + rows.start
-    else:  # counting them would wait for the device
-        dz, hidden = dz.masked_fill_(~active[:, None], 0.0), hidden.masked_fill(~active[:, None], 0.0)
-    if grads.hidden.numel():
-        gradient = dhidden(dz, head)
-        if scale is not None:
-            gradient /= scale
-        grads.hidden[keep] = gradient.to(grads.hidden.dtype)
-    if grads.weight.numel():
-        add_dweight(grads.weight, dz, hidden)
-    if grads.bias.numel():
-        grads.bias.add_(dz.sum(0))
-
-
-def _fp16_scale(head: Head, slopes: list[Tensor]) -> Tensor | None:
-    """The factor of the logits' gradient before it is rounded to fp16, which happens on GPUs only."""
-    return fp16_scale(*slopes) if head.mixed and head.hidden.dtype == torch.float16 else None
-
-
-def _unscaled(grads: Gradients, scale: Tensor | None) -> Gradients:
-    if scale is not None:
-        grads.weight.div_(scale)
-        grads.bias.div_(scale)
-    return grads
+    grads.add(rows, head, dz, weights != 0, memory)
 
 
 def _row_gradient(

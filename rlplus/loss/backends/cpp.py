@@ -28,63 +28,45 @@ from rlplus.loss.backends.native import (
     take_scratch,
     wide_bias,
 )
-from rlplus.loss.head.head import (
-    Gradients,
-    Head,
-    RunningStatistics,
-    Statistics,
-    add_dweight,
-    dhidden,
-)
-from rlplus.loss.objective.objective import Objective
-from rlplus.loss.objective.tokens import MISMATCH_STATS, STATS, TokenConstants, token_loss
+from rlplus.loss.backends.protocol import PolicyCall, PolicyResult, Slopes, Stored
+from rlplus.loss.head.gradients import Gradients, GradientSum, Want
+from rlplus.loss.head.head import Head, RunningStatistics, Statistics, dhidden
+from rlplus.loss.objective.tokens import stat_names, token_loss
 
 GRADIENT_COLUMNS = 128  # columns of dz that are transposed at a time
 GRADIENT_WIDTH = 448  # columns of hidden at a time: with 512 rows half of a second-level cache
 DEPTH_STEP = 64  # rows of dz are filled up with zeros to a multiple of it
 DEPTH = 32  # bf16 values in a row of an AMX tile, as in csrc/rows.cpp
 
-Slopes = Callable[[slice, Tensor, Tensor], tuple[Tensor, Tensor | None]]
+SlopesOf = Callable[[slice, Tensor, Tensor], tuple[Tensor, Tensor | None]]
 """rows, logprob (n,), entropy (n,) -> dlogprob (n,), dentropy (n,) or None."""
 
 
-def policy_loss(
-    head: Head,
-    constants: TokenConstants,
-    objective: Objective,
-    scratch_bytes: float,
-    needs: list[bool],
-    weight_grad: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, tuple[Tensor, Tensor, Tensor]]:
-    """-> loss (0-d), logprob (N,), entropy (N,), stats (S,), gradients of hidden, weight and bias where needed.
-
-    With `weight_grad` (V, H) fp32, the gradient of weight is added there.
-    """
-    names = STATS if constants.engine_logprob is None else STATS + MISMATCH_STATS
-    loss, stats = head.hidden.new_zeros((), dtype=head.dtype), head.hidden.new_zeros(len(names), dtype=head.dtype)
+def policy_loss(call: PolicyCall) -> PolicyResult:
+    head, constants, objective, want = call
+    loss = head.hidden.new_zeros((), dtype=head.dtype)
+    stats = loss.new_zeros(len(stat_names(constants)))
 
     def slopes(rows: slice, logprob: Tensor, entropy: Tensor) -> tuple[Tensor, Tensor | None]:
-        part = constants.rows(rows)
-        out = token_loss(logprob, entropy, part, objective)
+        out = token_loss(logprob, entropy, constants.rows(rows), objective)
         loss.add_(out.loss)
         stats.add_(torch.stack(list(out.stats.values())))
         return out.dlogprob, out.dentropy if objective.entropy_coef else None
 
-    one = _OnePass(head, scratch_bytes, needs, weight_grad)
+    one = _OnePass(head, want)
     one.run(slopes)
-    return loss, one.logprob, one.entropy, stats, one.finish()
+    return PolicyResult(loss, one.logprob, one.entropy, stats, one.finish())
 
 
-def new_stored(head: Head, count: int) -> tuple[Tensor, Tensor]:
-    """Memory for what `logprob_backward` needs of so many rows: logits (count, V) and statistics (count, 4)."""
+def new_stored(head: Head, count: int) -> Stored:
+    """Logits (count, V) and statistics (count, 4)."""
     new = head.hidden.new_empty
     return new(count, len(head.weight), dtype=torch.float32), new(count, 4, dtype=torch.float32)
 
 
-def logprob(head: Head, scratch_bytes: float, stored: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, Tensor]:
-    """-> logprob (N,), entropy (N,). stored: of all rows, which are written there; None: they are not kept."""
+def logprob(head: Head, scratch_bytes: float, stored: Stored | None = None) -> tuple[Tensor, Tensor]:
     if stored is None:
-        one = _OnePass(head, scratch_bytes, [False] * 3)
+        one = _OnePass(head, Want(scratch_bytes))
         one.run(None)
         return one.logprob, one.entropy
     z, statistics = stored
@@ -97,21 +79,9 @@ def logprob(head: Head, scratch_bytes: float, stored: tuple[Tensor, Tensor] | No
     return statistics[:, 2].clone(), statistics[:, 3].clone()
 
 
-def logprob_backward(
-    head: Head,
-    dlogprob: Tensor,
-    dentropy: Tensor,
-    scratch_bytes: float,
-    needs: list[bool],
-    weight_grad: Tensor | None,
-    stored: tuple[Tensor, Tensor] | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of sum(dlogprob * logprob + dentropy * entropy), as in `policy_loss`.
-
-    stored: as `logprob` wrote it, of all rows; it is read. None: the logits are computed again.
-    """
-    one = _OnePass(head, scratch_bytes, needs, weight_grad, stored)
-    one.run(lambda rows, *_: (dlogprob[rows], dentropy[rows]))
+def logprob_backward(head: Head, slopes: Slopes, want: Want, stored: Stored | None = None) -> Gradients:
+    one = _OnePass(head, want, stored)
+    one.run(lambda rows, *_: slopes.rows(rows))
     return one.finish()
 
 
@@ -121,36 +91,28 @@ class _OnePass:
     stored: logits and statistics of all rows; None: they are computed.
     """
 
-    def __init__(
-        self, head: Head, scratch_bytes: float, needs: list[bool], weight_grad: Tensor | None = None,
-        stored: tuple[Tensor, Tensor] | None = None,
-    ) -> None:  # fmt: skip
+    def __init__(self, head: Head, want: Want, stored: Stored | None = None) -> None:
         N, V = len(head.target), len(head.weight)
-        rows = max(1, min(N, CHUNK_ROWS[head.hidden.dtype], int(scratch_bytes // (4 * V))))
-        self.library, self.weight_grad, self.stored = native(), weight_grad, stored
+        rows = max(1, min(N, CHUNK_ROWS[head.hidden.dtype], int(want.scratch_bytes // (4 * V))))
+        self.library, self.want, self.stored = native(), want, stored
         self.head = _dense(head)
         self.bias = wide_bias(head)
         self.gemm = gemm_of(head)
-        self.needs = [needs[0], needs[1] or weight_grad is not None, needs[2]]
-        # Not dweight: its first term is written, not added to zeros.
-        self.grads = Gradients.zeros(head, [needs[0], False, needs[2]])
-        shape = head.weight.shape if self.needs[1] else torch.Size([0])
-        own = shape.numel() if self.gemm and weight_grad is None else 0
-        self.scratch = take_scratch(rows * V + own)
+        self.grads = GradientSum(head, want, None)
+        shape = head.weight.shape if want.weight else torch.Size([0])
+        sum_size = shape.numel() if self.gemm and want.weight_grad is None else 0
+        self.scratch = take_scratch(rows * V + sum_size)
         self.buffer = self.scratch[: rows * V].view(rows, V)
         # dweight of bf16 inputs accumulates in fp32 and is rounded into this buffer.
-        self.rounded = head.hidden.new_empty(shape if own else (0,))
-        if weight_grad is not None:
-            self.dweight = weight_grad
-        elif self.gemm is None:
-            self.dweight = head.hidden.new_empty(shape, dtype=torch.float32)
-        else:
-            self.dweight = self.scratch[rows * V :][:own].view(shape)
-        self.started = weight_grad is not None  # whether dweight has its first term
+        self.rounded = head.hidden.new_empty(shape if sum_size else (0,))
+        self.dweight = (
+            want.weight_grad if want.weight_grad is not None else self.scratch[rows * V :][:sum_size].view(-1)
+        )
+        self.started = want.weight_grad is not None  # whether dweight has its first term
         self.logprob, self.entropy = (head.hidden.new_empty(N, dtype=torch.float32) for _ in range(2))
         self.waiting = head.target[:0]  # the tokens whose gradient rows are at the front of the buffer
 
-    def run(self, slopes: Slopes | None) -> None:
+    def run(self, slopes: SlopesOf | None) -> None:
         start, N, rows = 0, len(self.logprob), len(self.buffer)
         while start < N:
             if 4 * (rows - len(self.waiting)) < rows:
@@ -162,10 +124,10 @@ class _OnePass:
             self.logprob[part], self.entropy[part] = statistics[:, 2], statistics[:, 3]
             if slopes is not None:
                 slope = slopes(part, self.logprob[part], self.entropy[part])
-                if any(self.needs):
+                if self.want.some:
                     self._gradient(part, z, memory, statistics, *slope)
             start = part.stop
-        if any(self.needs):
+        if self.want.some:
             self._multiply(last=True)
         give_back(self.scratch)
 
@@ -177,9 +139,10 @@ class _OnePass:
         z = fill_logits(head, self.gemm, memory)
         return z, row_statistics(z, head, self.bias)
 
-    def finish(self) -> tuple[Tensor, Tensor, Tensor]:
-        dweight = self.dweight if self.gemm is None else self.rounded
-        return self.grads._replace(weight=dweight).finish(self.head, self.weight_grad)
+    def finish(self) -> Gradients:
+        if self.gemm is not None and self.want.needs[1]:
+            self.grads.weight = self.rounded
+        return self.grads.finish()
 
     def _gradient(
         self, rows: slice, z: Tensor, out: Tensor, statistics: Tensor, dlogprob: Tensor, dentropy: Tensor | None
@@ -199,22 +162,19 @@ class _OnePass:
         self.waiting = index[:0]
         if self.gemm is not None:
             dz = dz.view(torch.bfloat16)[:, : dz.shape[1]]
-        if self.needs[0]:
-            self.grads.hidden[index] = _dhidden(dz, self.head).to(self.head.hidden.dtype)
-        if self.needs[1]:
+        if self.want.needs[0]:
+            self.grads.set_hidden(index, _dhidden(dz, self.head))
+        if self.want.weight:
             self._add_dweight(dz, self.head.hidden[index], last)
-        if self.needs[2]:
+        if self.want.needs[2]:
             self.grads.bias.add_(dz.sum(0, dtype=torch.float32))
 
     def _add_dweight(self, dz: Tensor, hidden: Tensor, last: bool) -> None:
-        first, self.started = not self.started, True
         if self.gemm is None:
-            if first:
-                torch.mm(dz.t(), hidden.to(dz.dtype), out=self.dweight)
-            else:
-                add_dweight(self.dweight, dz, hidden)
+            self.grads.add_weight(dz, hidden)
             return
-        last = last and self.weight_grad is None  # then the sum is rounded to `rounded`, and not kept
+        first, self.started = not self.started, True
+        last = last and self.want.weight_grad is None  # then the sum is rounded to `rounded`, and not kept
         n = len(hidden)
         depth = max(1, -(-n // DEPTH_STEP)) * DEPTH_STEP
         self.library.rlplus_dweight_bf16(

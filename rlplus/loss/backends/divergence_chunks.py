@@ -12,29 +12,20 @@ from torch import Tensor
 
 from rlplus.kernels import divergence_rows as kernels
 from rlplus.loss.backends.triton import on_device
-from rlplus.loss.backends.ways import gradient_dtype, width
+from rlplus.loss.backends.ways import width
 from rlplus.loss.head import cost
-from rlplus.loss.head.head import Gradients, Head, add_dweight, dhidden, fp16_scale, logits_into
+from rlplus.loss.head.gradients import Gradients, GradientSum, Want, gradient_dtype
+from rlplus.loss.head.head import Head, logits_into
 
 DIVERGENCE, WEIGHT, WIDTH = kernels.DIVERGENCE.value, kernels.WEIGHT.value, kernels.WIDTH.value
 
 
-def divergence(
-    head: Head,
-    teacher: Head,
-    weights: Tensor,
-    beta: float,
-    scratch_bytes: float,
-    needs: list[bool],
-    weight_grad: Tensor | None,
-) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
-    """As in `chunked`: -> divergence (N,), gradients of sum(weights * divergence) where needed."""
+def divergence(head: Head, teacher: Head, weights: Tensor, beta: float, want: Want) -> tuple[Tensor, Gradients]:
+    """As in `chunked`: -> divergence (N,), gradients of sum(weights * divergence)."""
     found = head.hidden.new_empty(len(head.target), dtype=head.dtype)
-    grads = Gradients.zeros(head, needs, weight_grad)
-    gradient = any(g.numel() for g in grads)
-    scale = fp16_scale(weights) if gradient and gradient_dtype(head) == torch.float16 else None
+    grads = GradientSum(head, want, [weights])
     with on_device(head.hidden.device):
-        for rows, buffers in _chunks(head, scratch_bytes, gradient):
+        for rows, buffers in _chunks(head, want.scratch_bytes, want.some):
             part, other, V = head.rows(rows), teacher.rows(rows), len(head.weight)
             logits, teacher_logits, out = buffers
             _logits(part, logits[:, :V])
@@ -43,14 +34,11 @@ def divergence(
             rest = (logits, teacher_logits, V, _transform(part), _transform(other), beta)
             kernels.row_divergences(values, *rest)
             found[rows] = values[:, DIVERGENCE]
-            if gradient:
-                values[:, WEIGHT] = weights[rows] if scale is None else weights[rows] * scale
+            if want.some:
+                values[:, WEIGHT] = grads.scaled(weights[rows])
                 kernels.row_gradients(out, values, *rest)
-                _add(part, rows, out[:, :V], weights[rows] != 0, scale, grads)
-    if scale is not None:
-        grads.weight.div_(scale)
-        grads.bias.div_(scale)
-    return found, grads.finish(head, weight_grad)
+                grads.add(rows, part, out[:, :V], weights[rows] != 0, clean=True)
+    return found, grads.finish()
 
 
 def _chunks(head: Head, scratch_bytes: float, gradient: bool) -> Iterator[tuple[slice, tuple[Tensor, Tensor, Tensor]]]:
@@ -76,17 +64,5 @@ def _logits(head: Head, out: Tensor) -> None:
 
 
 def _transform(head: Head) -> kernels.Transform:
-    bias, own = (None if x is None else x.contiguous() for x in (head.bias, head.row_temperature))
-    return kernels.Transform(bias, head.temperature, head.softcap, own)
-
-
-def _add(head: Head, rows: slice, dz: Tensor, counts: Tensor, scale: Tensor | None, grads: Gradients) -> None:
-    """Add the products of a chunk's dz (n, V); head: of the chunk; counts (n,): rows that have a gradient."""
-    if grads.hidden.numel():
-        product = dhidden(dz, head)
-        grads.hidden[rows] = (product if scale is None else product / scale).to(grads.hidden.dtype)
-        del product
-    if grads.weight.numel():
-        add_dweight(grads.weight, dz, head.hidden.masked_fill(~counts[:, None], 0.0))
-    if grads.bias.numel():
-        grads.bias.add_(dz.sum(0, dtype=grads.bias.dtype))
+    bias, temperature = (None if x is None else x.contiguous() for x in (head.bias, head.row_temperature))
+    return kernels.Transform(bias, head.temperature, head.softcap, temperature)

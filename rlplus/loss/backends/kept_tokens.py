@@ -9,17 +9,18 @@ number of rows and of pairs with a gradient, which a CUDA graph cannot.
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from rlplus.loss.backends.pair_sums import Grads, PairGradients, bags, spans
+from rlplus.loss.backends.pair_sums import PairGradients, bags, spans
+from rlplus.loss.backends.protocol import PolicyCall, PolicyResult, Slopes
 from rlplus.loss.backends.sampled import SAMPLED_STATS
+from rlplus.loss.head.gradients import Gradients, Want
 from rlplus.loss.head.head import Head, cap_slope, capped, scaled
 from rlplus.loss.objective.inputs import check_values
-from rlplus.loss.objective.objective import Objective
-from rlplus.loss.objective.tokens import FLOOR, MISMATCH_STATS, STATS, TokenConstants, token_loss
+from rlplus.loss.objective.tokens import FLOOR, stat_names, token_loss
 
 
 class Pairs(NamedTuple):
@@ -36,7 +37,7 @@ class _Rows(NamedTuple):
 
     z: Tensor
     slope: Tensor | None
-    own: Tensor
+    is_target: Tensor
     logsum: Tensor
     logprob: Tensor
     entropy: Tensor
@@ -58,39 +59,34 @@ def check(head: Head, V: int, on: Tensor) -> None:
     check_values(found | (offsets.diff() == 0) | ~on, message)
 
 
-def policy_loss(
-    whole: Callable[..., Any],
-    head: Head,
-    constants: TokenConstants,
-    objective: Objective,
-    scratch_bytes: float,
-    needs: list[bool],
-    weight_grad: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Grads]:
-    """whole(head, constants, needs, weight_grad): the loss of rows with the whole vocabulary. Returns as it does."""
+def policy_loss(whole: Callable[[PolicyCall], PolicyResult], call: PolicyCall) -> PolicyResult:
+    """As a backend's. whole: computes rows with the whole vocabulary."""
+    head, constants, objective, want = call
     logprob, entropy = (head.hidden.new_empty(len(head.target), dtype=head.dtype) for _ in range(2))
-    own = len(STATS if constants.engine_logprob is None else STATS + MISMATCH_STATS)
-    stats = logprob.new_zeros(own + (0 if head.uniform is None else len(SAMPLED_STATS)))
-    loss, grads = logprob.new_zeros(()), PairGradients(head, needs, weight_grad)
+    names = stat_names(constants)
+    stats = logprob.new_zeros(len(names) + (0 if head.uniform is None else len(SAMPLED_STATS)))
+    loss, grads = logprob.new_zeros(()), PairGradients(head, want)
     dense, some = _sets(head)
     if len(dense):
-        part = whole(_dense(head, dense), constants.rows(dense), *grads.wanted())
-        loss, logprob[dense], entropy[dense], stats, of_whole = part
-        grads.take(dense, *of_whole)
+        part = whole(PolicyCall(_dense(head, dense), constants.rows(dense), objective, grads.wanted()))
+        loss, logprob[dense], entropy[dense], stats, _ = part
+        grads.take(dense, part.gradients)
     if len(some):
         part_head, pairs = _kept(head, some)
-        rows = _statistics(part_head, pairs, scratch_bytes)
+        rows = _statistics(part_head, pairs, want.scratch_bytes)
         logprob[some], entropy[some] = rows.logprob, rows.entropy
         out = token_loss(rows.logprob, rows.entropy, constants.rows(some), objective)
         loss = loss + out.loss
-        stats[:own] += torch.stack(list(out.stats.values()))
-        dz = _pair_gradient(part_head, pairs, rows, out.dlogprob, out.dentropy)
-        grads.add(some, part_head, pairs.row, pairs.token, dz, scratch_bytes)
-    return loss, logprob, entropy, stats, grads.finish()
+        stats[: len(names)] += torch.stack(list(out.stats.values()))
+        dz = _pair_gradient(part_head, pairs, rows, Slopes(out.dlogprob, out.dentropy))
+        grads.add_pairs(some, part_head, pairs.row, pairs.token, dz)
+    return PolicyResult(loss, logprob, entropy, stats, grads.finish())
 
 
-def logprob(whole: Callable[..., Any], head: Head, scratch_bytes: float) -> tuple[Tensor, Tensor]:
-    """whole(head, scratch_bytes): logprob and entropy of rows with the whole vocabulary. Returns as it does."""
+def logprob(
+    whole: Callable[[Head, float], tuple[Tensor, Tensor]], head: Head, scratch_bytes: float
+) -> tuple[Tensor, Tensor]:
+    """As a backend's. whole: computes rows with the whole vocabulary."""
     logprob, entropy = (head.hidden.new_empty(len(head.target), dtype=head.dtype) for _ in range(2))
     dense, some = _sets(head)
     if len(dense):
@@ -102,23 +98,17 @@ def logprob(whole: Callable[..., Any], head: Head, scratch_bytes: float) -> tupl
 
 
 def logprob_backward(
-    whole: Callable[..., Any],
-    head: Head,
-    dlogprob: Tensor,
-    dentropy: Tensor,
-    scratch_bytes: float,
-    needs: list[bool],
-    weight_grad: Tensor | None,
-) -> Grads:
-    """whole(head, dlogprob, dentropy, needs, weight_grad): the gradients of rows with the whole vocabulary."""
-    grads, (dense, some) = PairGradients(head, needs, weight_grad), _sets(head)
+    whole: Callable[[Head, Slopes, Want], Gradients], head: Head, slopes: Slopes, want: Want
+) -> Gradients:
+    """As a backend's. whole: computes rows with the whole vocabulary."""
+    grads, (dense, some) = PairGradients(head, want), _sets(head)
     if len(dense):
-        grads.take(dense, *whole(_dense(head, dense), dlogprob[dense], dentropy[dense], *grads.wanted()))
+        grads.take(dense, whole(_dense(head, dense), slopes.rows(dense), grads.wanted()))
     if len(some):
         part_head, pairs = _kept(head, some)
-        rows = _statistics(part_head, pairs, scratch_bytes)
-        dz = _pair_gradient(part_head, pairs, rows, dlogprob[some], dentropy[some])
-        grads.add(some, part_head, pairs.row, pairs.token, dz, scratch_bytes)
+        rows = _statistics(part_head, pairs, want.scratch_bytes)
+        dz = _pair_gradient(part_head, pairs, rows, slopes.rows(some))
+        grads.add_pairs(some, part_head, pairs.row, pairs.token, dz)
     return grads.finish()
 
 
@@ -159,31 +149,33 @@ def _statistics(head: Head, pairs: Pairs, scratch_bytes: float) -> _Rows:
     for span in spans(head, len(x), scratch_bytes):
         product = head.hidden.index_select(0, pairs.row[span]).to(head.dtype)
         x[span] = product.mul_(head.weight.index_select(0, pairs.token[span])).sum(-1)
-    own_temperature = None if head.row_temperature is None else head.row_temperature[pairs.row]
+    temperature = None if head.row_temperature is None else head.row_temperature[pairs.row]
     bias = None if head.bias is None else head.bias[pairs.token][:, None]
-    each = head._replace(bias=bias, row_temperature=own_temperature)  # a pair each, not a row
+    each = head._replace(bias=bias, row_temperature=temperature)  # a pair each, not a row
     slope = cap_slope(scaled(x[:, None], each), each)
     z = capped(x[:, None], each).squeeze(1)
-    own = pairs.token == head.target[pairs.row]
+    is_target = pairs.token == head.target[pairs.row]
     n = len(head.target)
     top = z.new_full((n,), -torch.inf).scatter_reduce_(0, pairs.row, z, "amax")
     z = (z - top.masked_fill(top == -torch.inf, 0.0)[pairs.row]).clamp_(min=FLOOR)
     e = z.exp()
     # Without the target, whose 1 would take the digits of the others where it is nearly sure.
-    terms, index = torch.stack([e.masked_fill(own, 0.0), e * z], 1), torch.arange(len(z), device=z.device)
+    terms, index = torch.stack([e.masked_fill(is_target, 0.0), e * z], 1), torch.arange(len(z), device=z.device)
     rest, moment = bags(terms, index, None, pairs.offsets).unbind(1)
-    hit = z.new_full((n,), torch.nan).index_put_((pairs.row[own],), z[own])
+    hit = z.new_full((n,), torch.nan).index_put_((pairs.row[is_target],), z[is_target])
     e_hit = hit.exp().nan_to_num(0.0)
     logsum = (rest + (e_hit - 1)).log1p().masked_fill(top == -torch.inf, torch.nan)
     entropy = logsum - moment / (rest + e_hit)
-    return _Rows(z, None if slope is None else slope.squeeze(1), own, logsum, (hit - logsum).clamp(min=FLOOR), entropy)
+    return _Rows(
+        z, None if slope is None else slope.squeeze(1), is_target, logsum, (hit - logsum).clamp(min=FLOOR), entropy
+    )
 
 
-def _pair_gradient(head: Head, pairs: Pairs, rows: _Rows, dlogprob: Tensor, dentropy: Tensor) -> Tensor:
+def _pair_gradient(head: Head, pairs: Pairs, rows: _Rows, slopes: Slopes) -> Tensor:
     """The loss's derivative by x (P,), 0 in rows whose slopes are, whatever their contents."""
     logp = rows.z - rows.logsum[pairs.row]
-    a, h, p = dlogprob[pairs.row], dentropy[pairs.row], logp.exp()
-    dz = torch.where(rows.own, -a * logp.expm1(), -a * p) - h * p * (logp + rows.entropy[pairs.row])
+    (a, h), p = slopes.rows(pairs.row), logp.exp()
+    dz = torch.where(rows.is_target, -a * logp.expm1(), -a * p) - h * p * (logp + rows.entropy[pairs.row])
     divisor = head.divisor
     dz = dz / (divisor[pairs.row] if isinstance(divisor, Tensor) else divisor)
     if rows.slope is not None:

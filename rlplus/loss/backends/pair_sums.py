@@ -10,9 +10,9 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import Tensor
 
+from rlplus.loss.head.gradients import Gradients, GradientSum, Index, Want
 from rlplus.loss.head.head import Head
 
-Grads = tuple[Tensor, Tensor, Tensor]
 CACHED_BYTES = 4e6  # copies on a CPU: with 1250 MB of them it took twice as long, at 8 and at 64 tokens a row
 
 
@@ -33,61 +33,52 @@ def bags(table: Tensor, index: Tensor, factors: Tensor | None, offsets: Tensor) 
     )
 
 
-class PairGradients:
+class PairGradients(GradientSum):
     """The inputs' gradients: of rows with the whole vocabulary, which come first, if any, and of rows with pairs."""
 
-    def __init__(self, head: Head, needs: list[bool], weight_grad: Tensor | None) -> None:
-        self.head, self.needs, self.weight_grad = head, needs, weight_grad
-        self.weight = weight_grad  # or a sum in fp32 (fp64), or complete in hidden's dtype
-        self.hidden = head.hidden.new_zeros(head.hidden.shape if needs[0] else (0,))
-        self.bias = head.hidden.new_zeros(len(head.weight) if needs[2] else 0, dtype=head.dtype)
+    def __init__(self, head: Head, want: Want) -> None:
+        super().__init__(head, want, None)  # products of pairs are in fp32 (fp64)
 
-    def wanted(self) -> tuple[list[bool], Tensor | None]:
-        """The last arguments of the function that computes the first."""
-        if self.weight is None and self.needs[1]:
+    def wanted(self) -> Want:
+        """What the first rows' computation is to return; it adds the gradient of weight to the sum here."""
+        if self.weight is None and self.want.needs[1]:
             self.weight = self.head.hidden.new_zeros(self.head.weight.shape, dtype=self.head.dtype)
-        return [self.needs[0], False, self.needs[2]], self.weight
+        return self.want.into(self.weight)
 
-    def take(self, which: Tensor, dhidden: Tensor, _: Tensor, dbias: Tensor) -> None:
-        """The gradients of the rows with the whole vocabulary; weight's was added already."""
-        if self.needs[0]:
+    def take(self, which: Tensor, gradients: Gradients) -> None:
+        """The first rows' gradients, computed with `wanted`."""
+        dhidden, _, dbias = gradients
+        if self.want.needs[0]:
             self.hidden[which] = dhidden
-        if self.needs[2]:
+        if self.want.needs[2]:
             self.bias += dbias
 
-    def add(
-        self, which: Tensor | slice, head: Head, row: Tensor, token: Tensor, dz: Tensor, scratch_bytes: float
-    ) -> None:
+    def add_pairs(self, which: Index, head: Head, row: Tensor, token: Tensor, dz: Tensor) -> None:
         """The gradients of the rows `which` of the whole head, which `head` has alone, from their pairs.
 
         row (P,), sorted, token (P,), and the loss's derivative dz (P,) by the row's logit of that token.
         """
         live = dz.nonzero().squeeze(1)
         row, token, dz = row[live], token[live], dz[live]
-        pieces = list(spans(head, len(dz), scratch_bytes))
-        if self.needs[0]:
+        pieces = list(spans(head, len(dz), self.want.scratch_bytes))
+        if self.want.needs[0]:
             total = head.hidden.new_zeros(head.hidden.shape, dtype=head.dtype)
             add_sums(total, row, dz, head.weight, token, pieces)
             add_over_ranks(head, total)
-            self.hidden[which] = total.to(self.hidden.dtype)
+            self.set_hidden(which, total)
         order = token.argsort(stable=True)
         row, token, dz = row[order], token[order], dz[order]
         if self.weight is not None:
             add_sums(self.weight, token, dz, head.hidden, row, pieces)
-        elif self.needs[1]:  # a sum for the tokens that there are: for all it would take most of the time
+        elif self.want.needs[1]:  # a sum for the tokens that there are: for all it would take most of the time
             tokens, number = token.unique_consecutive(return_inverse=True)
             total = head.hidden.new_zeros(len(tokens), head.hidden.shape[1], dtype=head.dtype)
             add_sums(total, number, dz, head.hidden, row, pieces)
-            self.weight = head.hidden.new_zeros(head.weight.shape)
+            self.weight = head.hidden.new_zeros(head.weight.shape)  # complete, in hidden's dtype
             self.weight[tokens] = total.to(self.weight.dtype)
-        if self.needs[2]:
+        if self.want.needs[2]:
             one = dz.new_ones(1, 1)
             add_sums(self.bias[:, None], token, dz, one, torch.zeros_like(row), [slice(None)])
-
-    def finish(self) -> Grads:
-        """-> gradients of hidden, weight and bias where needed; weight's is not returned if it is in `weight_grad`."""
-        weight = self.head.hidden.new_empty(0) if self.weight is None or self.weight_grad is not None else self.weight
-        return self.hidden, weight.to(self.head.hidden.dtype), self.bias
 
 
 def add_over_ranks(head: Head, x: Tensor) -> None:

@@ -15,14 +15,16 @@ probabilities and not from what was drawn: it stays unbiased.
 """
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from rlplus.loss.backends.pair_sums import Grads, PairGradients, add_over_ranks
+from rlplus.loss.backends.pair_sums import PairGradients, add_over_ranks
+from rlplus.loss.backends.protocol import PolicyCall, PolicyResult, Slopes
+from rlplus.loss.head.gradients import Gradients, Index, Want
 from rlplus.loss.head.head import Head
-from rlplus.loss.objective.tokens import TokenConstants, may_have_gradient, token_loss
+from rlplus.loss.objective.tokens import may_have_gradient, token_loss
 
 MOST = 512  # elements of a row, besides the target's
 
@@ -51,7 +53,7 @@ class Drawn(NamedTuple):
 class Drawer(Protocol):
     """The part of a backend."""
 
-    def draws(self, head: Head, on: Tensor, scratch_bytes: float) -> Iterator[tuple[slice | Tensor, Drawn]]:
+    def draws(self, head: Head, on: Tensor, scratch_bytes: float) -> Iterator[tuple[Index, Drawn]]:
         """Chunks of the head's rows, by slice or index, and what was drawn. on (N,) bool: rows that keep elements."""
 
 
@@ -81,27 +83,15 @@ class Forward(NamedTuple):
     drawn: Tensor
 
 
-def policy_loss(
-    drawer: Drawer,
-    head: Head,
-    constants: TokenConstants,
-    objective: Any,
-    scratch_bytes: float,
-    needs: list[bool],
-    weight_grad: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Grads]:
-    """-> loss (0-d), logprob (N,), entropy (N,), stats (S,), gradients of hidden, weight and bias where needed.
-
-    SAMPLED_STATS follow the other stats. With `weight_grad` (V, H) the gradient of weight is added there.
-    """
+def policy_loss(drawer: Drawer, call: PolicyCall) -> PolicyResult:
+    """As a backend's; SAMPLED_STATS follow the other stats."""
+    head, constants, objective, want = call
     on = may_have_gradient(constants, objective)
-    differentiated = any(needs) or weight_grad is not None
-    known = forward(drawer, head, on & differentiated, scratch_bytes)
+    known = forward(drawer, head, on & want.some, want.scratch_bytes)
     out = token_loss(known.logprob, known.entropy, constants, objective)
     stats = [*out.stats.values(), *_noise(head, known, on, out.dlogprob)]
-    grads = PairGradients(head, needs, weight_grad)
-    add_gradients(grads, head, known.elements, out.dlogprob, out.dentropy, scratch_bytes)
-    return out.loss, known.logprob, known.entropy, torch.stack(stats), grads.finish()
+    grads = gradients(head, known.elements, Slopes(out.dlogprob, out.dentropy), want)
+    return PolicyResult(out.loss, known.logprob, known.entropy, torch.stack(stats), grads)
 
 
 def forward(drawer: Drawer, head: Head, on: Tensor, scratch_bytes: float) -> Forward:
@@ -126,17 +116,13 @@ def forward(drawer: Drawer, head: Head, on: Tensor, scratch_bytes: float) -> For
     return known._replace(elements=Elements(*(column[order] for column in columns)))
 
 
-def add_gradients(
-    grads: PairGradients, head: Head, elements: Elements, dlogprob: Tensor, dentropy: Tensor | None, scratch: float
-) -> None:
-    """Add the gradients of sum(dlogprob * logprob + dentropy * entropy); rows whose slopes are 0 have none."""
-    row = elements.row
-    a = dlogprob[row]
-    dz = torch.where(a == 0, 0.0, a * elements.of_logprob)
-    if dentropy is not None:
-        h = dentropy[row]
-        dz = dz + torch.where(h == 0, 0.0, h * elements.of_entropy)
-    grads.add(slice(None), head, row, elements.token, dz, scratch)
+def gradients(head: Head, elements: Elements, slopes: Slopes, want: Want) -> Gradients:
+    """Gradients of sum(slopes.logprob * logprob + slopes.entropy * entropy); rows whose slopes are 0 have none."""
+    a, h = slopes.rows(elements.row)
+    dz = torch.where(a == 0, 0.0, a * elements.of_logprob) + torch.where(h == 0, 0.0, h * elements.of_entropy)
+    grads = PairGradients(head, want)
+    grads.add_pairs(slice(None), head, elements.row, elements.token, dz)
+    return grads.finish()
 
 
 def _none(head: Head) -> Elements:

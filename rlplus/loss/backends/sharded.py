@@ -23,18 +23,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import _resolve_process_group  # type: ignore[attr-defined]
 
-from rlplus.loss.head.head import (
-    Gradients,
-    Head,
-    RunningStatistics,
-    Statistics,
-    add_dweight,
-    dhidden,
-    fp16_scale,
-    fp16_weights,
-)
-from rlplus.loss.objective.objective import Objective
-from rlplus.loss.objective.tokens import MISMATCH_STATS, STATS, TokenConstants, token_loss
+from rlplus.loss.backends.protocol import PolicyCall, PolicyResult, Slopes
+from rlplus.loss.head.gradients import Gradients, GradientSum, Index, Want
+from rlplus.loss.head.head import Head, RunningStatistics, Statistics
+from rlplus.loss.objective.tokens import TokenConstants, stat_names, token_loss
 
 FIRST = ("failed", "rows", "chunk", "tokens", "call")  # the first numbers that ranks exchange; then, of each input
 PER_TOKEN = 5 + len(TokenConstants._fields)  # per token, its checksum and the norm by which differences are judged
@@ -78,7 +70,7 @@ class Shards(NamedTuple):
     def starts(self) -> list[int]:
         return [0, *accumulate(self.lengths)][:-1]
 
-    def own(self, head: Head) -> Head:
+    def part(self, head: Head) -> Head:
         """The head of this rank's rows alone; targets of other ranks' are outside."""
         return head._replace(target=head.target - self.starts[self.group.rank()])
 
@@ -168,31 +160,20 @@ def _other_tokens(ranks: list[list[float]], names: list[str]) -> str:
     return ""
 
 
-def policy_loss(
-    blocks: Blocks,
-    shards: Shards,
-    head: Head,
-    constants: TokenConstants,
-    objective: Objective,
-    needs: list[bool],
-    weight_grad: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, tuple[Tensor, Tensor, Tensor]]:
-    """-> loss (0-d), logprob (N,), entropy (N,), stats (S,), gradients of hidden, weight and bias where needed.
-
-    With `weight_grad`, fp32 (fp64) of this rank's rows, the gradient of weight is added there.
-    """
+def policy_loss(blocks: Blocks, shards: Shards, call: PolicyCall) -> PolicyResult:
+    """As a backend's; the gradients of weight and bias are those of this rank's rows."""
+    head, constants, objective, want = call
     logprob, entropy = (head.hidden.new_empty(len(head.target), dtype=head.dtype) for _ in range(2))
     loss = head.hidden.new_zeros((), dtype=head.dtype)
-    names = STATS if constants.engine_logprob is None else STATS + MISMATCH_STATS
-    stats = loss.new_zeros(len(names))
-    grads = _Gradients(blocks, shards, head, needs, fp16_weights(constants, objective), weight_grad)
+    stats = loss.new_zeros(len(stat_names(constants)))
+    grads = ShardedGradients(blocks, shards, head, want, call.factors)
     for rows, part, z, known in chunks(blocks, shards, head):
         logprob[rows], entropy[rows] = known.logprob, known.entropy
         out = token_loss(known.logprob, known.entropy, constants.rows(rows), objective)
         loss += out.loss
         stats += torch.stack(list(out.stats.values()))
-        grads.add(rows, part, z, known, out.dlogprob, out.dentropy if objective.entropy_coef else None)
-    return loss, logprob, entropy, stats, grads.finish()
+        grads.add_chunk(rows, part, z, known, out.dlogprob, out.dentropy if objective.entropy_coef else None)
+    return PolicyResult(loss, logprob, entropy, stats, grads.finish())
 
 
 def logprob(blocks: Blocks, shards: Shards, head: Head) -> tuple[Tensor, Tensor]:
@@ -203,19 +184,11 @@ def logprob(blocks: Blocks, shards: Shards, head: Head) -> tuple[Tensor, Tensor]
     return logprob, entropy
 
 
-def logprob_backward(
-    blocks: Blocks,
-    shards: Shards,
-    head: Head,
-    dlogprob: Tensor,
-    dentropy: Tensor,
-    needs: list[bool],
-    weight_grad: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of sum(dlogprob * logprob + dentropy * entropy), as in `policy_loss`; recomputes the logits."""
-    grads = _Gradients(blocks, shards, head, needs, [dlogprob, dentropy], weight_grad)
+def logprob_backward(blocks: Blocks, shards: Shards, head: Head, slopes: Slopes, want: Want) -> Gradients:
+    """As a backend's; the logits are computed again."""
+    grads = ShardedGradients(blocks, shards, head, want, list(slopes))
     for rows, part, z, known in chunks(blocks, shards, head):
-        grads.add(rows, part, z, known, dlogprob[rows], dentropy[rows])
+        grads.add_chunk(rows, part, z, known, *slopes.rows(rows))
     return grads.finish()
 
 
@@ -224,12 +197,12 @@ def chunks(blocks: Blocks, shards: Shards, head: Head) -> Iterator[tuple[slice, 
     for start in range(0, len(head.target), shards.chunk):
         rows = slice(start, min(start + shards.chunk, len(head.target)))
         whole = head.rows(rows)
-        part = shards.own(whole)
+        part = shards.part(whole)
         z = blocks.block_logits(part) if len(part.weight) else whole.hidden.new_empty(len(part.hidden), 0)
-        yield rows, part, z, _merged(whole, shards, _own_statistics(blocks, part, z))
+        yield rows, part, z, _merged(whole, shards, _part_statistics(blocks, part, z))
 
 
-def _own_statistics(blocks: Blocks, part: Head, z: Tensor) -> Statistics:
+def _part_statistics(blocks: Blocks, part: Head, z: Tensor) -> Statistics:
     if not z.shape[1]:
         none = z.new_zeros(len(z), dtype=part.dtype)
         return Statistics(torch.full_like(none, -torch.inf), none, none, none)
@@ -238,10 +211,10 @@ def _own_statistics(blocks: Blocks, part: Head, z: Tensor) -> Statistics:
     return running.finish()
 
 
-def _merged(head: Head, shards: Shards, own: Statistics) -> Statistics:
+def _merged(head: Head, shards: Shards, statistics: Statistics) -> Statistics:
     """The statistics of whole rows, from every rank's."""
     running = RunningStatistics(head, lambda block, rows: Statistics(*rows))
-    every = zip(shards.starts, shards.lengths, _gathered(torch.stack(list(own)), shards.group), strict=True)
+    every = zip(shards.starts, shards.lengths, _gathered(torch.stack(list(statistics)), shards.group), strict=True)
     for start, length, rows in every:
         running.take(head._replace(weight=head.weight.new_empty(length, 0), target=head.target - start), rows)
     return running.finish()
@@ -254,63 +227,26 @@ def _gathered(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     return out
 
 
-class _Gradients:
-    """The inputs' gradients, summed over chunks; weights: factors to which the slopes are proportional, for fp16."""
+class ShardedGradients(GradientSum):
+    """The inputs' gradients: hidden's summed over the ranks, weight's and bias's of this rank's rows of the head."""
 
-    def __init__(
-        self, blocks: Blocks, shards: Shards, head: Head, needs: list[bool], weights: list[Tensor],
-        weight_grad: Tensor | None,
-    ) -> None:  # fmt: skip
-        self.blocks, self.shards, self.head, self.weight_grad = blocks, shards, head, weight_grad
-        self.needed = any(needs) or weight_grad is not None
-        self.needs = [needs[0], needs[1] or weight_grad is not None, needs[2]]
-        self.grads = Gradients.zeros(head, needs, weight_grad)
-        self.scale = fp16_scale(*weights) if head.mixed and head.hidden.dtype == torch.float16 else None
-        if self.scale is not None and weight_grad is not None:
-            weight_grad.mul_(self.scale)  # a power of two: exact, and undone at the end
+    def __init__(self, blocks: Blocks, shards: Shards, head: Head, want: Want, factors: list[Tensor]) -> None:
+        super().__init__(head, want, factors)
+        self.blocks, self.group = blocks, shards.group
 
-    def add(
+    def add_chunk(
         self, rows: slice, part: Head, z: Tensor, known: Statistics, dlogprob: Tensor, dentropy: Tensor | None
     ) -> None:
-        if not self.needed:
+        """z (n, V): the rank's own logits of these rows. Collective, and alike on all ranks."""
+        if not self.want.some:
             return
         active = dlogprob != 0 if dentropy is None else (dlogprob != 0) | (dentropy != 0)
-        total = part.hidden.new_zeros(part.hidden.shape, dtype=part.dtype) if self.needs[0] else None
         if z.shape[1]:
-            self._add(part, z, known, (active, dlogprob, dentropy), total)
-        if total is not None:
-            dist.all_reduce(total, group=self.shards.group)
-            if self.scale is not None:
-                total /= self.scale
-            self.grads.hidden[rows] = total.masked_fill_(~active[:, None], 0.0).to(self.grads.hidden.dtype)
+            slopes = self.scaled(dlogprob), None if dentropy is None else self.scaled(dentropy)
+            z = self.blocks.block_gradient(part, z, self.blocks.known_rows(part, known, *slopes))
+        dz = z.to(part.hidden.dtype if part.mixed else part.dtype)  # once for both products
+        self.add(rows, part, dz, active, clean=True)
 
-    def _add(
-        self, part: Head, z: Tensor, known: Statistics, slopes: tuple[Tensor, Tensor, Tensor | None],
-        total: Tensor | None,
-    ) -> None:  # fmt: skip
-        """Add to the gradients of weight and bias, and to total (n, H), of the rank's own logits."""
-        active, dlogprob, dentropy = slopes
-        if self.scale is not None:
-            dlogprob, dentropy = dlogprob * self.scale, None if dentropy is None else dentropy * self.scale
-        keep: Tensor | slice = slice(None)
-        if z.device.type != "cpu":  # counting rows would wait for the device
-            part = part._replace(hidden=part.hidden.masked_fill(~active[:, None], 0.0))
-        elif not active.all():
-            keep = active.nonzero().squeeze(1)
-            part, z, known = part.rows(keep), z[keep], Statistics(*(x[keep] for x in known))
-            dlogprob, dentropy = dlogprob[keep], None if dentropy is None else dentropy[keep]
-        dz = self.blocks.block_gradient(part, z, self.blocks.known_rows(part, known, dlogprob, dentropy))
-        dz = dz.to(part.hidden.dtype if part.mixed else part.dtype)  # once for both products
-        if total is not None:
-            total[keep] = dhidden(dz, part)
-        if self.needs[1]:
-            add_dweight(self.grads.weight, dz, part.hidden)
-        if self.needs[2]:
-            self.grads.bias.add_(dz.sum(0, dtype=part.dtype))
-
-    def finish(self) -> tuple[Tensor, Tensor, Tensor]:
-        """-> gradients of hidden, weight and bias where needed."""
-        if self.scale is not None:
-            self.grads.weight.div_(self.scale)
-            self.grads.bias.div_(self.scale)
-        return self.grads.finish(self.head, self.weight_grad)
+    def set_hidden(self, rows: Index, gradient: Tensor) -> None:
+        dist.all_reduce(gradient, group=self.group)
+        super().set_hidden(rows, gradient)

@@ -31,21 +31,12 @@ from rlplus.kernels import linear_logprob as linear_kernels
 from rlplus.kernels import policy_loss as token_kernels
 from rlplus.kernels import row_values as names
 from rlplus.loss.backends import token_arguments
-from rlplus.loss.backends.triton_chunks import Index, Work, arguments
-from rlplus.loss.backends.ways import Way, gradient_dtype, way_of, width
-from rlplus.loss.head.head import (
-    Gradients,
-    Head,
-    Statistics,
-    add_dweight,
-    dhidden,
-    dweight,
-    fp16_scale,
-    fp16_weights,
-    raw_logits,
-)
-from rlplus.loss.objective.objective import Objective
-from rlplus.loss.objective.tokens import MISMATCH_STATS, STATS, TokenConstants, may_have_gradient
+from rlplus.loss.backends.protocol import PolicyCall, PolicyResult, Slopes, Stored
+from rlplus.loss.backends.triton_chunks import Work, arguments
+from rlplus.loss.backends.ways import Way, way_of, width
+from rlplus.loss.head.gradients import Gradients, GradientSum, Index, Want, gradient_dtype
+from rlplus.loss.head.head import Head, Statistics, dhidden, dweight, raw_logits
+from rlplus.loss.objective.tokens import STATS, may_have_gradient, stat_names
 
 LOGPROB, ENTROPY, REFERENCE = names.LOGPROB.value, names.ENTROPY.value, names.REFERENCE.value
 LOGSUM, SLOPE, WIDTH = names.LOGSUM.value, names.SLOPE.value, names.WIDTH.value
@@ -53,41 +44,29 @@ DLOGPROB, DENTROPY = names.DLOGPROB.value, names.DENTROPY.value
 PARTIALS, LOWEST = linear_kernels.PARTIALS.value, elementwise.LOWEST.value
 
 
-def policy_loss(
-    head: Head,
-    constants: TokenConstants,
-    objective: Objective,
-    scratch_bytes: float,
-    needs: list[bool],
-    weight_grad: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, tuple[Tensor, Tensor, Tensor]]:
-    """-> loss (0-d), logprob (N,), entropy (N,), stats (S,), gradients of hidden, weight and bias where needed.
-
-    With `weight_grad` (V, H) fp32, the gradient of weight is added there.
-    """
-    gradient = any(needs) or weight_grad is not None
+def policy_loss(call: PolicyCall) -> PolicyResult:
+    head, constants, objective, want = call
     columns, given = token_arguments.columns(constants)
     surrogates = (token_arguments.coefficients(objective), given, token_arguments.choices(objective))
     logprob, entropy = (head.hidden.new_empty(len(head.target), dtype=head.dtype) for _ in range(2))
     sums = [logprob.new_zeros(1, token_kernels.SUMS.value)]
-    grads = _Gradients(head, needs, fp16_weights(constants, objective), weight_grad)
+    grads = ChunkGradients(head, want, call.factors)
     with on_device(head.hidden.device):
-        for which, differentiated in sets(may_have_gradient(constants, objective), gradient):
+        for which, differentiated in sets(may_have_gradient(constants, objective), want.some):
             way = way_of(head, differentiated, bonus=objective.entropy_coef != 0)
-            work = Work(head, way, which, scratch_bytes)
+            work = Work(head, way, which, want.scratch_bytes)
             for rows, part, values in work.chunks():
                 sums.append(token_kernels.token_loss(values, columns[rows], *surrogates))
                 logprob[rows], entropy[rows] = values[:, LOGPROB], values[:, ENTROPY]
                 if differentiated:
-                    grads.add(work, rows, part, values)
+                    grads.add_chunk(work, rows, part, values)
     stats = torch.cat(sums).sum(0)
     loss = stats[STATS.index("loss_internal") : STATS.index("loss_entropy") + 1].sum()
-    kinds = STATS if constants.engine_logprob is None else STATS + MISMATCH_STATS
-    return loss, logprob, entropy, stats[: len(kinds)].clone(), grads.finish()
+    return PolicyResult(loss, logprob, entropy, stats[: len(stat_names(constants))].clone(), grads.finish())
 
 
-def new_stored(head: Head, count: int) -> tuple[Tensor, Tensor]:
-    """Memory for what `logprob_backward` needs of so many rows: exponentials or logits, and values, (count, .)."""
+def new_stored(head: Head, count: int) -> Stored:
+    """Exponentials or logits, and values."""
     rows = head.hidden.new_empty(count, width(head), dtype=stored_way(head).exponentials or head.dtype)
     rows[:, len(head.weight) :] = 0  # no kernel writes there
     return rows, head.hidden.new_empty(count, WIDTH, dtype=head.dtype)
@@ -98,8 +77,7 @@ def stored_way(head: Head, bonus: bool = True) -> Way:
     return way_of(head, True, bonus or head.softcap is not None)
 
 
-def logprob(head: Head, scratch_bytes: float, stored: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, Tensor]:
-    """-> logprob (N,), entropy (N,). stored: of all rows, which are written there; None: they are not kept."""
+def logprob(head: Head, scratch_bytes: float, stored: Stored | None = None) -> tuple[Tensor, Tensor]:
     logprob, entropy = (head.hidden.new_empty(len(head.target), dtype=head.dtype) for _ in range(2))
     way = way_of(head, False) if stored is None else stored_way(head)
     with on_device(head.hidden.device):
@@ -108,28 +86,16 @@ def logprob(head: Head, scratch_bytes: float, stored: tuple[Tensor, Tensor] | No
     return logprob, entropy
 
 
-def logprob_backward(
-    head: Head,
-    dlogprob: Tensor,
-    dentropy: Tensor,
-    scratch_bytes: float,
-    needs: list[bool],
-    weight_grad: Tensor | None,
-    stored: tuple[Tensor, Tensor] | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of sum(dlogprob * logprob + dentropy * entropy), as in `policy_loss`.
-
-    stored: as `logprob` wrote it, of all rows; it is read. None: the logits are computed again.
-    """
-    grads = _Gradients(head, needs, [dlogprob, dentropy], weight_grad)
+def logprob_backward(head: Head, slopes: Slopes, want: Want, stored: Stored | None = None) -> Gradients:
+    grads = ChunkGradients(head, want, list(slopes))
     with on_device(head.hidden.device):
-        which, _ = sets((dlogprob != 0) | (dentropy != 0), True)[0]
-        bonus = _capturing(head.hidden.device) or bool((dentropy != 0).any())
+        which, _ = sets((slopes.logprob != 0) | (slopes.entropy != 0), True)[0]
+        bonus = _capturing(head.hidden.device) or bool((slopes.entropy != 0).any())
         way = way_of(head, True, bonus) if stored is None else stored_way(head, bonus)
-        work = Work(head, way, which, scratch_bytes, stored)
+        work = Work(head, way, which, want.scratch_bytes, stored)
         for rows, part, values in work.chunks() if stored is None else work.stored_chunks():
-            values[:, DLOGPROB], values[:, DENTROPY] = dlogprob[rows], dentropy[rows]
-            grads.add(work, rows, part, values)
+            values[:, DLOGPROB], values[:, DENTROPY] = slopes.rows(rows)
+            grads.add_chunk(work, rows, part, values)
         return grads.finish()
 
 
@@ -194,75 +160,47 @@ def block_gradient(head: Head, z: Tensor, values: Tensor) -> Tensor:
     return dz
 
 
-class _Gradients:
-    """The inputs' gradients, summed over chunks.
+class ChunkGradients(GradientSum):
+    """The inputs' gradients from exponentials, whose rows have factors, or from the gradient of the logits."""
 
-    weights (N,): factors to which the slopes are proportional. weight_grad: as in `policy_loss`.
-    """
+    at_target: Tensor | None = None  # (N,): the gradients of the targets' logits that are not in the products
 
-    def __init__(self, head: Head, needs: list[bool], weights: list[Tensor], weight_grad: Tensor | None) -> None:
-        # The first chunk writes the weight's gradient: zeros would be written and read once more.
-        self.head, self.weight_grad, self.dweight = head, weight_grad, weight_grad
-        self.needs_weight = needs[1] or weight_grad is not None
-        self.own: Tensor | None = None  # (N,): the gradients of the targets' logits that are not in the products
-        self.grads = Gradients.zeros(head, [needs[0], False, needs[2]])
-        half = gradient_dtype(head) == torch.float16 and (any(needs) or weight_grad is not None)
-        self.scale = fp16_scale(*weights) if half else None
-        if self.scale is not None and weight_grad is not None:
-            weight_grad.mul_(self.scale)  # a power of two: exact, and undone at the end
-
-    def add(self, work: Work, rows: Index, head: Head, values: Tensor) -> None:
+    def add_chunk(self, work: Work, rows: Index, head: Head, values: Tensor) -> None:
         """Add a chunk, whose slopes may be scaled in `values`."""
         live = (values[:, DLOGPROB : DENTROPY + 1] != 0).any(1)
         dlogits, closed = work.differentiate(head, values, self.scale)
         factor = None if closed is None else closed[0]
         if closed is not None:
-            self.own = closed[1].new_zeros(len(self.head.target)) if self.own is None else self.own
-            self.own[rows] = closed[1]
-        if self.grads.hidden.numel():
+            new = closed[1].new_zeros(len(self.head.target)) if self.at_target is None else self.at_target
+            new[rows] = closed[1]
+            self.at_target = new
+        if self.want.needs[0]:
             gradient = dhidden(dlogits, head)
             if closed is not None:
                 own_tokens.finish_hidden(gradient, *closed, head.weight, head.target.contiguous())
-            if self.scale is not None:
-                gradient /= self.scale
-            self.grads.hidden[rows] = gradient.to(self.grads.hidden.dtype)
+            self.set_hidden(rows, gradient)
             del gradient  # its memory is the scratch of what follows
-        if self.needs_weight:
-            scaled = head.hidden.where(live[:, None], 0.0)
-            scaled = (scaled if factor is None else scaled * factor[:, None]).to(dlogits.dtype)
-            self._add_dweight(dlogits, scaled, only=work.count == len(values))
-        if self.grads.bias.numel():
+        if self.want.weight:
+            hidden = head.hidden.where(live[:, None], 0.0)
+            hidden = (hidden if factor is None else hidden * factor[:, None]).to(dlogits.dtype)
+            if self.weight is None and work.count == len(values) and hidden.dtype == torch.bfloat16:
+                self.weight = torch.mm(dlogits.t(), hidden)  # complete; not fp16, where scaled values may overflow
+            else:
+                self.add_weight(dlogits, hidden)
+        if self.want.needs[2]:
             row = live[:, None] if factor is None else factor[:, None]
-            self.grads.bias.add_(dweight(dlogits, row.to(dlogits.dtype)).squeeze(1))
+            self.bias.add_(dweight(dlogits, row.to(dlogits.dtype)).squeeze(1))
 
-    def _add_dweight(self, dlogits: Tensor, hidden: Tensor, only: bool) -> None:
-        if self.dweight is not None:
-            add_dweight(self.dweight, dlogits, hidden)
-        elif only and hidden.dtype == torch.bfloat16:  # not fp16, where scaled values may overflow
-            self.dweight = torch.mm(dlogits.t(), hidden)
-        else:
-            self.dweight = hidden.new_empty(self.head.weight.shape, dtype=self.head.dtype)
-            add_dweight(self.dweight, dlogits, hidden, beta=0.0)
-
-    def finish(self) -> tuple[Tensor, Tensor, Tensor]:
-        """-> gradients of hidden, weight and bias where needed."""
-        total = self.dweight
-        if total is None:
-            total = self.head.hidden.new_zeros(self.head.weight.shape if self.needs_weight else (0,))
-        if self.scale is not None:
-            total.div_(self.scale)
-            self.grads.bias.div_(self.scale)
-        if self.own is not None:
-            self._add_own(total, self.own)
-        return self.grads._replace(weight=total).finish(self.head, self.weight_grad)
-
-    def _add_own(self, total: Tensor, own: Tensor) -> None:
-        with on_device(own.device):
-            if self.needs_weight:
-                own_tokens.add_to_weight(total, own, self.head.hidden, self.head.target)
-            if self.grads.bias.numel():
-                one = own.new_ones(len(own), 1)
-                own_tokens.add_to_weight(self.grads.bias[:, None], own, one, self.head.target)
+    def finish(self) -> Gradients:
+        if self.at_target is not None:
+            assert self.scale is None, "fp16 has no exponentials"
+            with on_device(self.at_target.device):
+                if self.weight is not None:
+                    own_tokens.add_to_weight(self.weight, self.at_target, self.head.hidden, self.head.target)
+                if self.want.needs[2]:
+                    one = self.at_target.new_ones(len(self.at_target), 1)
+                    own_tokens.add_to_weight(self.bias[:, None], self.at_target, one, self.head.target)
+        return super().finish()
 
 
 def sets(may: Tensor, gradient: bool) -> list[tuple[Tensor | None, bool]]:

@@ -10,11 +10,11 @@ from rlplus.kernels import linear_logprob as linear_kernels
 from rlplus.kernels import row_values as names
 from rlplus.kernels import tiling
 from rlplus.loss.backends.ways import Way, chunk_rows, width
+from rlplus.loss.head.gradients import Index
 from rlplus.loss.head.head import Head, logits_into
 
 WIDTH, DLOGPROB, DENTROPY = names.WIDTH.value, names.DLOGPROB.value, names.DENTROPY.value
 PARTIALS = linear_kernels.PARTIALS.value
-Index = slice | Tensor
 
 
 class Work:
@@ -133,5 +133,5 @@ class Work:
 
 def arguments(head: Head) -> tuple[Tensor, Tensor | None, float, float | None, Tensor | None]:
     """The last arguments of the row kernels."""
-    bias, own = (None if x is None else x.contiguous() for x in (head.bias, head.row_temperature))
-    return head.target.contiguous(), bias, head.temperature, head.softcap, own
+    bias, temperature = (None if x is None else x.contiguous() for x in (head.bias, head.row_temperature))
+    return head.target.contiguous(), bias, head.temperature, head.softcap, temperature

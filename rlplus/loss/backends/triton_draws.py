@@ -12,8 +12,9 @@ from rlplus.kernels import draws as kernels
 from rlplus.kernels.row_values import ENTROPY, LOGPROB, SLOPE
 from rlplus.loss.backends.sampled import MOST, Drawn
 from rlplus.loss.backends.triton import on_device, sets
-from rlplus.loss.backends.triton_chunks import Index, Work, arguments
+from rlplus.loss.backends.triton_chunks import Work, arguments
 from rlplus.loss.backends.ways import Way, way_of
+from rlplus.loss.head.gradients import Index
 from rlplus.loss.head.head import Head
 
 

@@ -7,6 +7,7 @@ import torch
 from rlplus.kernels import linear_logprob
 from rlplus.kernels.tiling import Tile
 from rlplus.loss.head import cost
+from rlplus.loss.head.gradients import gradient_dtype
 from rlplus.loss.head.head import Head
 
 LINE = 64  # buffers have a multiple of this many columns, so that rows start at multiples of 128 bytes
@@ -31,7 +32,7 @@ class Way(NamedTuple):
 def way_of(head: Head, gradient: bool, bonus: bool = False) -> Way:
     """bonus: whether rows may have a gradient of the entropy."""
     # A weight that lies the other way would have to be copied.
-    tile = own_tile(head) if head.weight.stride(1) == 1 else None
+    tile = our_tile(head) if head.weight.stride(1) == 1 else None
     kept = gradient and (tile is not None or head.hidden.dtype == torch.bfloat16)
     narrow = gradient_dtype(head) if gradient else None
     if kept and not (bonus and head.softcap is not None):
@@ -39,7 +40,7 @@ def way_of(head: Head, gradient: bool, bonus: bool = False) -> Way:
     return Way(None if gradient else tile, None, narrow, bonus)
 
 
-def own_tile(head: Head) -> Tile | None:
+def our_tile(head: Head) -> Tile | None:
     """The tile of our first GEMM, for bf16 on CUDA; None: the first GEMM is the vendor's."""
     if head.hidden.dtype != torch.bfloat16 or not head.hidden.is_cuda:
         return None
@@ -72,11 +73,6 @@ def device_machine(device: torch.device) -> cost.Machine:
         return cost.H200
     found = torch.cuda.get_device_properties(device)
     return (cost.A100 if found.major == 8 else cost.H200)._replace(processors=found.multi_processor_count)
-
-
-def gradient_dtype(head: Head) -> torch.dtype:
-    """The dtype of the backward GEMMs: the inputs', but fp32 if no GEMM from half precision to fp32 exists."""
-    return head.dtype if head.hidden.device.type == "cpu" else head.hidden.dtype
 
 
 def width(head: Head) -> int:

@@ -48,7 +48,7 @@ class Path(NamedTuple):
     """A way from hidden states to what the backward GEMMs read: whose first GEMM, the bytes per logit that it writes,
     and those that kernels between the GEMMs move."""
 
-    own: bool
+    ours: bool
     stored: int
     passes: int
 
@@ -104,7 +104,7 @@ def one_pass(
 
     def first(n: int, stored: int) -> float:
         seconds = product((n, V, H), weight + n * (V * stored + H * narrow))
-        return OWN_GEMM * seconds if path.own else seconds
+        return OWN_GEMM * seconds if path.ours else seconds
 
     # The first chunk writes dweight, the others read it too; the only one rounds it as well.
     begins, grows = V * H * (narrow if count < 2 else wide), 2 * V * H * wide
@@ -112,12 +112,12 @@ def one_pass(
     def dweight(n: int, traffic: float) -> float:
         return product((V, H, n), traffic + n * (V + H) * narrow)
 
-    silent = 0 if path.own else path.stored
-    own_elements = 2 * (narrow + wide) if path in (OWN, VENDOR) else 0
+    silent = 0 if path.ours else path.stored
+    target_elements = 2 * (narrow + wide) if path in (OWN, VENDOR) else 0
     seconds = {
         "logits": sum(k * first(n, path.stored) for n, k in chunks.items())
         + sum(k * first(n, silent) for n, k in _parts(N - active, rows).items()),
-        "epilogue": N * V * machine.epilogue / machine.instructions if path.own else 0.0,
+        "epilogue": N * V * machine.epilogue / machine.instructions if path.ours else 0.0,
         "dhidden": sum(k * product((n, H, V), weight + n * (V * narrow + H * wide)) for n, k in chunks.items()),
         "dweight": sum(k * dweight(n, grows) for n, k in chunks.items()),
     }
@@ -129,7 +129,7 @@ def one_pass(
         "rounding": V * H * (wide + narrow) if count > 1 and narrow != wide else 0,
         "scaling": scaling * V * H,
         # Scaled, rounded, scattered; targets' elements, where exponentials are kept; targets' logits.
-        "rows": active * H * (wide + 5 * narrow + own_elements) + N * H * 2 * narrow,
+        "rows": active * H * (wide + 5 * narrow + target_elements) + N * H * 2 * narrow,
     }
     seconds |= {part: amount / machine.bandwidth for part, amount in bytes_moved.items()}
     seconds["launches"] = LAUNCH * CHUNK * (count + sum(_parts(N - active, rows).values()))

@@ -1,4 +1,4 @@
-"""A language-model head and its products, which the backends share: logits, and the gradients of the inputs."""
+"""A language-model head and its products, which the backends share."""
 
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 
 from rlplus.loss.head.cost import Shape
-from rlplus.loss.objective.objective import Objective
-from rlplus.loss.objective.tokens import FLOOR, TokenConstants
+from rlplus.loss.objective.tokens import FLOOR
 
 VOCABULARY_BLOCK = 8192  # rows of a half-precision weight, or of its gradient, that are converted at a time
 
@@ -60,8 +59,12 @@ class Head(NamedTuple):
     def rows(self, which: slice | Tensor) -> "Head":
         """The head of those rows alone."""
         assert self.kept_offsets is None
-        own, uniform = (None if x is None else x[which] for x in (self.row_temperature, self.uniform))
-        return self._replace(hidden=self.hidden[which], target=self.target[which], row_temperature=own, uniform=uniform)
+        return self._replace(
+            hidden=self.hidden[which],
+            target=self.target[which],
+            row_temperature=None if self.row_temperature is None else self.row_temperature[which],
+            uniform=None if self.uniform is None else self.uniform[which],
+        )
 
     @property
     def divisor(self) -> float | Tensor:
@@ -127,34 +130,6 @@ class RunningStatistics:
         return Statistics(self.top, logsum, (self.hit - logsum).clamp(min=FLOOR), entropy)
 
 
-class Gradients(NamedTuple):
-    """The needed ones of dhidden (N, H), dweight (V, H), dbias (V,); the others have no elements.
-
-    The gradients of weight and bias are sums over chunks, so they accumulate in fp32 (fp64) and are rounded once.
-    """
-
-    hidden: Tensor
-    weight: Tensor
-    bias: Tensor
-
-    @classmethod
-    def zeros(cls, head: Head, needs: list[bool], weight_grad: Tensor | None = None) -> "Gradients":
-        """Zeros for the needed gradients. With `weight_grad` weight's is added there, and needs[1] is False."""
-        kinds = (
-            (head.hidden.shape, head.hidden.dtype),
-            (head.weight.shape, head.dtype),
-            (head.weight.shape[:1], head.dtype),
-        )
-        wanted = zip(kinds, needs, strict=True)
-        new = cls(*(head.hidden.new_zeros(shape if need else (0,), dtype=dtype) for (shape, dtype), need in wanted))
-        return new if weight_grad is None else new._replace(weight=weight_grad)
-
-    def finish(self, head: Head, weight_grad: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-        """Round hidden's and weight's to the dtype of hidden; a gradient in `weight_grad` is not returned."""
-        weight = self.weight if weight_grad is None else weight_grad.new_empty(0)
-        return self.hidden.to(head.hidden.dtype), weight.to(head.hidden.dtype), self.bias
-
-
 def scaled(z: Tensor, head: Head) -> Tensor:
     """Turn hidden weight^T (n, V) into x = (hidden weight^T + bias) / temperature, in place."""
     if head.bias is not None:
@@ -199,6 +174,8 @@ def logits_into(head: Head, z: Tensor) -> Tensor:
 
 def dhidden(dz: Tensor, head: Head) -> Tensor:
     """dz weight: (n, V) -> (n, H), in the accumulation dtype."""
+    if not dz.shape[1]:  # a rank that has none of the head's rows
+        return dz.new_zeros(len(dz), head.weight.shape[1], dtype=head.dtype)
     if head.mixed:
         return torch.mm(dz.to(head.hidden.dtype), head.weight, out_dtype=head.dtype)
     return sum(dz[:, v] @ block for v, block in _blocks(head.weight, head.dtype))  # type: ignore[return-value]
@@ -217,15 +194,3 @@ def add_dweight(total: Tensor, dz: Tensor, hidden: Tensor, beta: float = 1.0) ->
         torch.addmm(total, dz.to(hidden.dtype).t(), hidden, beta=beta, out_dtype=total.dtype, out=total)
     else:
         torch.addmm(total, dz.t(), hidden.to(dz.dtype), beta=beta, out=total)
-
-
-def fp16_scale(*slopes: Tensor) -> Tensor:
-    """A power of two that brings the largest slope near 1: in fp16 the gradients of weights like 1e-6 would vanish."""
-    largest = torch.cat([slopes[0].new_zeros(1), *(s.abs() for s in slopes)]).amax()
-    usable = (largest > 2.0**-100) & (largest < 2.0**100)
-    return torch.where(usable, torch.exp2(-largest.where(usable, 1.0).log2().floor()), 1.0)
-
-
-def fp16_weights(c: TokenConstants, objective: Objective) -> list[Tensor]:
-    """Factors to which the slopes of an objective are proportional, for `fp16_scale`."""
-    return [c.token_weight] + ([c.entropy_weight] if objective.entropy_coef and c.entropy_weight is not None else [])

@@ -70,6 +70,11 @@ STATS = (
 MISMATCH_STATS = ("mismatch_abs", "mismatch_outside_10pct", "mismatch_truncated")
 
 
+def stat_names(constants: TokenConstants) -> tuple[str, ...]:
+    """The names of `TokenLoss.stats`, in order."""
+    return STATS if constants.engine_logprob is None else STATS + MISMATCH_STATS
+
+
 def token_loss(logprob: Tensor, entropy: Tensor, constants: TokenConstants, objective: Objective) -> TokenLoss:
     """logprob, entropy (N,) fp32 or fp64, constants of the same dtype -> loss, its derivatives, statistics.
 

@@ -6,20 +6,23 @@ pass. The arguments of an op are those of `op_arguments.py`.
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from functools import partial
 from importlib import import_module
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from rlplus.loss.backends import DIVERGENCES, DRAWS, implementation, kept_tokens, sampled
+from rlplus.loss.backends import chunked, divergence, drawer, implementation, kept_tokens, sampled
+from rlplus.loss.backends.protocol import PolicyCall, PolicyResult
 from rlplus.loss.guard.faults import advising
 from rlplus.loss.guard.precision import full_precision
+from rlplus.loss.head.gradients import Gradients, Want
 from rlplus.loss.head.head import Head
 from rlplus.loss.objective.divergence import check_topk
 from rlplus.loss.objective.inputs import check_apart, check_constant_values, check_differentiated_once, check_values
 from rlplus.loss.objective.objective import Objective
-from rlplus.loss.objective.tokens import MISMATCH_STATS, STATS, TokenConstants
+from rlplus.loss.objective.tokens import TokenConstants, stat_names
 from rlplus.loss.operations.op_arguments import Options, schema, unpack
 
 PIECE = 2048  # rows of a gradient that are scaled at a time
@@ -85,15 +88,14 @@ def shards_of(head: Head, backend: str, scratch_bytes: float, *rest: Any) -> Any
 def drawer_of(backend: str, shards: Any, head: Head) -> tuple[sampled.Drawer, Head]:
     """The part of a backend that draws for a sampled backward pass, and the head of this rank's rows."""
     if shards is None:
-        return implementation(DRAWS[backend]), head
+        return drawer(backend), head
     draws = import_module("rlplus.loss.backends.sharded_draws")
-    return draws.ShardedDrawer(implementation(backend), shards, head), shards.own(head)
+    return draws.ShardedDrawer(implementation(backend), shards, head), shards.part(head)
 
 
 def stats_of(head: Head, constants: TokenConstants) -> tuple[str, ...]:
     """The names of the statistics of a policy loss."""
-    mismatch = () if constants.engine_logprob is None else MISMATCH_STATS
-    return *STATS, *mismatch, *(() if head.uniform is None else sampled.SAMPLED_STATS)
+    return *stat_names(constants), *(() if head.uniform is None else sampled.SAMPLED_STATS)
 
 
 _POLICY = f"bool[] needs, {schema(Head, TokenConstants, Objective, Options)}) -> ({', '.join(['Tensor'] * 7)})"
@@ -119,49 +121,49 @@ def linear_policy_loss_into(weight_grad: Tensor, needs: Sequence[bool], *argumen
 
 def _policy_loss(weight_grad: Tensor | None, needs: Sequence[bool], *arguments: Any) -> tuple[Tensor, ...]:
     head, constants, objective, options = unpack(arguments, Head, TokenConstants, Objective, Options)
-    backend = implementation(options.backend)
     with telling(head):
         if weight_grad is not None:
             check_apart(weight_grad, arguments)
         weighted, on = check_policy_rows(head, constants, objective)
-    call = ("policy loss", needs[0], objective, head.uniform is not None, head.threshold)
-    shards = shards_of(head, options.backend, options.scratch_bytes, on, call, constants._asdict())
+    same = ("policy loss", needs[0], objective, head.uniform is not None, head.threshold)
+    shards = shards_of(head, options.backend, options.scratch_bytes, on, same, constants._asdict())
     check_targets(head, len(head.weight) if shards is None else sum(shards.lengths), weighted)
     del weighted, on
-
-    def whole(head: Head, constants: TokenConstants, *where: Any) -> Any:
-        if head.uniform is not None:
-            drawer, own = drawer_of(options.backend, shards, head)
-            return sampled.policy_loss(drawer, own, constants, objective, options.scratch_bytes, *where)
-        if shards is not None:
-            return sharded().policy_loss(backend, shards, head, constants, objective, *where)
-        return backend.policy_loss(head, constants, objective, options.scratch_bytes, *where)
-
-    def compute(head: Head, *where: Any) -> Any:
-        if head.kept_offsets is None:
-            return whole(head, constants, *where)
-        inputs = (head, constants, objective, options.scratch_bytes, *where)
-        return kept_tokens.policy_loss(whole, *inputs)
-
+    want = Want(options.scratch_bytes, tuple(needs), weight_grad)  # type: ignore[arg-type]
     with full_precision(head.hidden.device), advising(options.backend):
-        return in_one_dtype(compute, head, list(needs), weight_grad)
+        rounded, inner = in_one_dtype(head, want)
+        call = PolicyCall(rounded, constants, objective, inner)
+        compute = partial(_whole_vocabulary, options.backend, shards)
+        result = compute(call) if head.kept_offsets is None else kept_tokens.policy_loss(compute, call)
+        return *result[:-1], *in_own_dtypes(result.gradients, head, want, inner)
 
 
-def in_one_dtype(
-    compute: Callable[..., tuple[Any, ...]], head: Head, needs: list[bool], weight_grad: Tensor | None
-) -> tuple[Tensor, ...]:
-    """compute(head, needs, weight_grad) -> (..., gradients), of the rounded head; dbias in the accumulation dtype.
+def _whole_vocabulary(backend: str, shards: Any, call: PolicyCall) -> PolicyResult:
+    """The policy loss of a head without kept tokens: sampled, split over ranks, or by a backend."""
+    if call.head.uniform is not None:
+        draws, head = drawer_of(backend, shards, call.head)
+        return sampled.policy_loss(draws, call._replace(head=head))
+    if shards is not None:
+        return sharded().policy_loss(implementation(backend), shards, call)
+    return implementation(backend).policy_loss(call)
 
-    -> (..., dhidden, dweight, dbias), each in the dtype of its input, to which its fp32 (fp64) sum is rounded.
+
+def in_one_dtype(head: Head, want: Want) -> tuple[Head, Want]:
+    """The head with weight and bias in hidden's dtype, and what is wanted of it.
+
+    A weight of another dtype gets a sum in fp32 (fp64): in hidden's dtype its gradient would be rounded twice.
     """
-    total = weight_grad
-    if needs[1] and head.weight.dtype != head.hidden.dtype:
-        total = torch.zeros(head.weight.shape, dtype=head.dtype, device=head.weight.device)
-    *rest, grads = compute(head.rounded(), [needs[0], needs[1] and total is None, needs[2]], total)
-    dhidden, dweight, dbias = grads
-    if total is not None and total is not weight_grad:
-        dweight = total.to(head.weight.dtype)
-    return *rest, dhidden, dweight, dbias.to((head.weight if head.bias is None else head.bias).dtype)
+    wider = want.needs[1] and head.weight.dtype != head.hidden.dtype
+    total = torch.zeros(head.weight.shape, dtype=head.dtype, device=head.weight.device) if wider else want.weight_grad
+    return head.rounded(), want.into(total)
+
+
+def in_own_dtypes(gradients: Gradients, head: Head, want: Want, inner: Want) -> Gradients:
+    """The gradients of `inner` in the dtypes of weight and bias, to which each sum is rounded once."""
+    dhidden, dweight, dbias = gradients
+    if want.needs[1] and inner.weight_grad is not None:
+        dweight = inner.weight_grad.to(head.weight.dtype)
+    return dhidden, dweight, dbias.to((head.weight if head.bias is None else head.bias).dtype)
 
 
 def _empty_policy_loss(needs: Sequence[bool], *arguments: Any) -> tuple[Tensor, ...]:
@@ -191,15 +193,11 @@ def linear_divergence(needs: Sequence[bool], *arguments: Any) -> tuple[Tensor, .
     """-> loss, divergence (N,), dhidden, dweight, dbias (without elements where not needed); see `attach_gradients`."""
     head, teacher, weights, beta, scratch_bytes, backend = unpack(arguments, Head, Head)
     check_weighted_rows(weights, head, teacher)
-
-    def compute(head: Head, *where: Any) -> Any:
-        return implementation(DIVERGENCES[backend]).divergence(
-            head, teacher.rounded(), weights, beta, scratch_bytes, *where
-        )
-
+    want = Want(scratch_bytes, tuple(needs))  # type: ignore[arg-type]
     with full_precision(head.hidden.device), advising(backend):
-        values, *gradients = in_one_dtype(compute, head, list(needs), None)
-    return weighted_sum(weights, values), values, *gradients
+        rounded, inner = in_one_dtype(head, want)
+        values, gradients = divergence(backend)(rounded, teacher.rounded(), weights, beta, inner)
+        return weighted_sum(weights, values), values, *in_own_dtypes(gradients, head, want, inner)
 
 
 @torch.library.custom_op(
@@ -210,16 +208,14 @@ def linear_divergence(needs: Sequence[bool], *arguments: Any) -> tuple[Tensor, .
 )
 def linear_topk_divergence(needs: Sequence[bool], *arguments: Any) -> tuple[Tensor, ...]:
     """As `linear_divergence`, from the teacher's tokens and logprobs (N, k); by the `torch` backend."""
-    head, tokens, logprobs, weights, *rest = unpack(arguments, Head)
+    head, tokens, logprobs, weights, beta, scratch_bytes = unpack(arguments, Head)
     check_weighted_rows(weights, head)
     check_topk(tokens, logprobs, len(head.weight), weights != 0)
-
-    def compute(head: Head, *where: Any) -> Any:
-        return implementation("torch").topk_divergence(head, tokens, logprobs, weights, *rest, *where)
-
+    want = Want(scratch_bytes, tuple(needs))  # type: ignore[arg-type]
     with full_precision(head.hidden.device), advising("torch"):
-        values, *gradients = in_one_dtype(compute, head, list(needs), None)
-    return weighted_sum(weights, values), values, *gradients
+        rounded, inner = in_one_dtype(head, want)
+        values, gradients = chunked.topk_divergence(rounded, tokens, logprobs, weights, beta, inner)
+        return weighted_sum(weights, values), values, *in_own_dtypes(gradients, head, want, inner)
 
 
 @linear_topk_divergence.register_fake

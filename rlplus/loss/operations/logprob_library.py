@@ -11,8 +11,10 @@ import torch
 from torch import Tensor
 
 from rlplus.loss.backends import implementation, kept_tokens
+from rlplus.loss.backends.protocol import Slopes, Stored
 from rlplus.loss.guard.faults import advising
 from rlplus.loss.guard.precision import full_precision
+from rlplus.loss.head.gradients import Gradients, Want
 from rlplus.loss.head.head import Head
 from rlplus.loss.operations.library import (
     check_logprob_rows,
@@ -20,6 +22,7 @@ from rlplus.loss.operations.library import (
     differentiate,
     empty_gradients,
     in_one_dtype,
+    in_own_dtypes,
     keep_for_backward,
     sharded,
     shards_of,
@@ -60,7 +63,7 @@ def linear_logprob(*arguments: Any) -> tuple[Tensor, ...]:
     return logprob, entropy, *stored
 
 
-def _new_stored(head: Head, scratch_bytes: float, backend: str, stores: bool) -> tuple[Tensor, Tensor]:
+def _new_stored(head: Head, scratch_bytes: float, backend: str, stores: bool) -> Stored:
     """Memory for the logits of as many rows as fit scratch_bytes, and for numbers of these rows."""
     rows = 0
     if stores and not head.group and head.kept_offsets is None:
@@ -86,45 +89,37 @@ def linear_logprob_backward(dlogprob: Tensor, dentropy: Tensor, *arguments: Any)
     """-> dhidden, dweight, dbias, without elements where not needed."""
     stored = arguments[:2]
     head, scratch_bytes, backend, needs = unpack(arguments[2:], Head)
-    blocks, call = implementation(backend), ("logprob, backward", needs[0])
-    slopes = {"dlogprob": dlogprob, "dentropy": dentropy}
-    everywhere = torch.ones_like(head.target, dtype=torch.bool) if head.group else None
-    shards = shards_of(head, backend, scratch_bytes, everywhere, call, slopes)
-
-    def whole(head: Head, dlogprob: Tensor, dentropy: Tensor, *where: Any) -> Any:
-        if shards is not None:
-            return sharded().logprob_backward(blocks, shards, head, dlogprob, dentropy, *where)
-        return _whole_backward(blocks, head, (dlogprob, dentropy), scratch_bytes, stored, *where)
-
-    def compute(head: Head, *where: Any) -> tuple[Any, ...]:
-        if head.kept_offsets is None:
-            return (whole(head, dlogprob, dentropy, *where),)
-        return (kept_tokens.logprob_backward(whole, head, dlogprob, dentropy, scratch_bytes, *where),)
-
+    slopes, everywhere = Slopes(dlogprob, dentropy), torch.ones_like(head.target, dtype=torch.bool)
+    per_token = {"dlogprob": dlogprob, "dentropy": dentropy}
+    shards = shards_of(head, backend, scratch_bytes, everywhere, ("logprob, backward", needs[0]), per_token)
+    want = Want(scratch_bytes, tuple(needs))
     with full_precision(head.hidden.device), advising(backend):
-        return in_one_dtype(compute, head, list(needs), None)  # type: ignore[return-value]
+        rounded, inner = in_one_dtype(head, want)
+        compute = partial(_whole_vocabulary, backend, shards, stored)
+        if head.kept_offsets is None:
+            gradients = compute(rounded, slopes, inner)
+        else:
+            gradients = kept_tokens.logprob_backward(compute, rounded, slopes, inner)
+        return in_own_dtypes(gradients, head, want, inner)
 
 
-def _whole_backward(
-    blocks: Any, head: Head, slopes: tuple[Tensor, Tensor], scratch_bytes: float, stored: tuple[Tensor, Tensor],
-    needs: list[bool], weight_grad: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """The gradients of rows of which the last ones are stored; weight's has one sum over both parts."""
+def _whole_vocabulary(backend: str, shards: Any, stored: Stored, head: Head, slopes: Slopes, want: Want) -> Gradients:
+    """The gradients of a head without kept tokens, of whose rows the last ones are stored."""
+    blocks = implementation(backend)
+    if shards is not None:
+        return sharded().logprob_backward(blocks, shards, head, slopes, want)
     split = len(head.target) - len(stored[0])
-    if not len(stored[0]):
-        return blocks.logprob_backward(head, *slopes, scratch_bytes, needs, weight_grad)
-    if not split:
-        return blocks.logprob_backward(head, *slopes, scratch_bytes, needs, weight_grad, stored)
-    total = weight_grad
-    if total is None and needs[1]:
+    if not len(stored[0]) or not split:
+        return blocks.logprob_backward(head, slopes, want, stored if len(stored[0]) else None)
+    total = want.weight_grad  # one sum over both parts
+    if want.needs[1]:
         total = head.hidden.new_zeros(head.weight.shape, dtype=head.dtype)
-    where = scratch_bytes, [needs[0], False, needs[2]], total
-    parts = []
-    for rows, known in ((slice(split), None), (slice(split, None), stored)):
-        parts.append(blocks.logprob_backward(head.rows(rows), *(x[rows] for x in slopes), *where, known))
-    dhidden, dbias = torch.cat([part[0] for part in parts]), parts[0][2] + parts[1][2]
-    dweight = total.to(head.hidden.dtype) if needs[1] else parts[0][1]  # type: ignore[union-attr]
-    return dhidden, dweight, dbias
+    parts = [
+        blocks.logprob_backward(head.rows(rows), slopes.rows(rows), want.into(total), known)
+        for rows, known in ((slice(split), None), (slice(split, None), stored))
+    ]
+    dweight = total.to(head.hidden.dtype) if want.needs[1] and total is not None else parts[0][1]
+    return torch.cat([part[0] for part in parts]), dweight, parts[0][2] + parts[1][2]
 
 
 @linear_logprob_backward.register_fake

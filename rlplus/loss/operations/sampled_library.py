@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from rlplus.loss.backends import sampled
-from rlplus.loss.backends.pair_sums import PairGradients
+from rlplus.loss.backends.protocol import Slopes
 from rlplus.loss.guard.faults import advising
 from rlplus.loss.guard.precision import full_precision
+from rlplus.loss.head.gradients import Want
 from rlplus.loss.head.head import Head
 from rlplus.loss.operations.library import (
     check_logprob_rows,
@@ -21,6 +22,7 @@ from rlplus.loss.operations.library import (
     drawer_of,
     empty_gradients,
     in_one_dtype,
+    in_own_dtypes,
     keep_for_backward,
     shards_of,
     telling,
@@ -65,14 +67,11 @@ def sampled_logprob_backward(dlogprob: Tensor, dentropy: Tensor, *arguments: Any
     """-> dhidden, dweight, dbias, without elements where not needed."""
     elements = sampled.Elements(*arguments[:4])
     head, scratch_bytes, backend, needs = unpack(arguments[4:], Head)
-
-    def compute(head: Head, *where: Any) -> tuple[Any, ...]:
-        grads = PairGradients(head, *where)
-        sampled.add_gradients(grads, head, elements, dlogprob, dentropy, scratch_bytes)
-        return (grads.finish(),)
-
+    want = Want(scratch_bytes, tuple(needs))
     with full_precision(head.hidden.device), advising(backend):
-        return in_one_dtype(compute, head, list(needs), None)  # type: ignore[return-value]
+        rounded, inner = in_one_dtype(head, want)
+        gradients = sampled.gradients(rounded, elements, Slopes(dlogprob, dentropy), inner)
+        return in_own_dtypes(gradients, head, want, inner)
 
 
 @sampled_logprob_backward.register_fake

@@ -1,0 +1,72 @@
+"""The interface of a backend: a call's inputs, its results, and the functions that take one to the other."""
+
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from rlplus.loss.head.gradients import Gradients, Index, Want
+from rlplus.loss.head.head import Head
+from rlplus.loss.objective.objective import Objective
+from rlplus.loss.objective.tokens import TokenConstants
+
+
+class PolicyCall(NamedTuple):
+    """A policy loss that is to be computed."""
+
+    head: Head
+    constants: TokenConstants
+    objective: Objective
+    want: Want
+
+    @property
+    def factors(self) -> list[Tensor]:
+        """Values to which the slopes of the rows are proportional."""
+        weights = self.constants.entropy_weight if self.objective.entropy_coef else None
+        return [self.constants.token_weight, *([] if weights is None else [weights])]
+
+
+class PolicyResult(NamedTuple):
+    """loss: 0-d. logprob, entropy (N,). stats (S,): sums. gradients: of hidden, weight and bias where wanted."""
+
+    loss: Tensor
+    logprob: Tensor
+    entropy: Tensor
+    stats: Tensor
+    gradients: Gradients
+
+
+class Slopes(NamedTuple):
+    """The derivatives of a loss by logprob and entropy, (N,) each, fp32 (fp64)."""
+
+    logprob: Tensor
+    entropy: Tensor
+
+    def rows(self, which: Index) -> "Slopes":
+        return Slopes(self.logprob[which], self.entropy[which])
+
+
+Stored = tuple[Tensor, Tensor]
+"""What a forward pass keeps of rows for the backward pass, (n, .) each; a backend knows what it is."""
+
+
+class Backend(Protocol):
+    """A module of this folder. Every head is whole, and its weight and bias have hidden's dtype."""
+
+    def policy_loss(self, call: PolicyCall) -> PolicyResult:
+        """Loss and gradients in one pass."""
+
+    def new_stored(self, head: Head, count: int) -> Stored:
+        """Memory for what `logprob_backward` needs of so many rows."""
+
+    def logprob(self, head: Head, scratch_bytes: float, stored: Stored | None = None) -> tuple[Tensor, Tensor]:
+        """-> logprob (N,), entropy (N,). stored: of all rows, which are written there; None: they are not kept."""
+
+    def logprob_backward(self, head: Head, slopes: Slopes, want: Want, stored: Stored | None = None) -> Gradients:
+        """Gradients of sum(slopes.logprob * logprob + slopes.entropy * entropy).
+
+        stored: as `logprob` wrote it, of all rows; it is read. None: the logits are computed again.
+        """
+
+    def scratch_per_logit(self, dtype: torch.dtype, device: str, capped: bool = False) -> int:
+        """Bytes of scratch, for a head with these `Head.logits`; `rlplus plan` asks, too."""
