@@ -24,10 +24,10 @@ def draw_rows(
 ) -> None:  # fmt: skip
     """Fill token int32, w, logp and, behind a softcap, slope, fp32 (n, K), of rows `on` (n,) int32, and sums (n, 4).
 
-    rows (n, W): fp32 logits, or exponentials (then without a softcap), as `finish_rows` left them and values; K of at
-    least most + 2. sums has each row's number of elements, whether its threshold was raised to 1 / most, since it would
-    keep more, the sum of w's variances, and the sum of squares of the gradient of logprob by z. A row that has a NaN
-    keeps nothing.
+    rows (n, W): fp32 logits, or exponentials (then without a softcap), as `finish_rows` left them and values, or others
+    whose absolute values have the sum e^LOGSUM; K of at least most + 2. sums has each row's number of elements, whether
+    its threshold was raised to 1 / most, since it would keep more, the sum of w's variances, and the sum of squares of
+    the gradient of logprob by z. A row that has a NaN keeps nothing.
     """
     check(values, target, row_temperature)
     check_rows("rows", rows, len(target), V, None if exponentials else float32)
@@ -58,6 +58,7 @@ def _pass(
         inside = v < V
         raw = tl.load(row + v, v < W, 0.0).to(tl.float32)  # W is a multiple of 16: loads are 16 bytes wide
         if EXPONENTIALS:
+            raw = tl.abs(raw)
             lp = _floor(_log2(raw) * LN_2) - logsum
             p = raw * _exp(-logsum)
         else:

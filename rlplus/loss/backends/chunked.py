@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rlplus.loss.backends.drawn_gradients import draw, gradients_of
 from rlplus.loss.backends.protocol import PolicyCall, PolicyResult, Slopes, Stored
 from rlplus.loss.head.gradients import Gradients, GradientSum, Want
 from rlplus.loss.head.head import (
@@ -74,7 +75,8 @@ def logprob_backward(head: Head, slopes: Slopes, want: Want, stored: Stored | No
 
 def divergence(head: Head, teacher: Head, weights: Tensor, beta: float, want: Want) -> tuple[Tensor, Gradients]:
     """-> divergence (N,), gradients of sum(weights * divergence). beta: as in `objective/divergence.py`."""
-    values, grads = head.hidden.new_empty(len(head.target), dtype=head.dtype), GradientSum(head, want, [weights])
+    values = head.hidden.new_empty(len(head.target), dtype=head.dtype)
+    grads = gradients_of(head, want, [weights], draw)
     for rows in _chunks(head, want.scratch_bytes / 3):  # six buffers in the place of two
         part = head.rows(rows)
         logp, _, _, slope = _log_probabilities(part, want.some)
@@ -93,7 +95,8 @@ def topk_divergence(
 
     The others are a class of their own, whose slope is shared in proportion to their probabilities.
     """
-    values, grads = head.hidden.new_empty(len(head.target), dtype=head.dtype), GradientSum(head, want, [weights])
+    values = head.hidden.new_empty(len(head.target), dtype=head.dtype)
+    grads = gradients_of(head, want, [weights], draw)
     V, k = len(head.weight), tokens.shape[1]
     for rows in _chunks(head, want.scratch_bytes):
         part, at = head.rows(rows), tokens[rows].clamp(0, V - 1)

@@ -11,10 +11,12 @@ import torch
 from torch import Tensor
 
 from rlplus.kernels import divergence_rows as kernels
+from rlplus.loss.backends.drawn_gradients import gradients_of
 from rlplus.loss.backends.triton import on_device
+from rlplus.loss.backends.triton_draws import draw
 from rlplus.loss.backends.ways import width
 from rlplus.loss.head import cost
-from rlplus.loss.head.gradients import Gradients, GradientSum, Want, gradient_dtype
+from rlplus.loss.head.gradients import Gradients, Want, gradient_dtype
 from rlplus.loss.head.head import Head, logits_into
 
 DIVERGENCE, WEIGHT, WIDTH = kernels.DIVERGENCE.value, kernels.WEIGHT.value, kernels.WIDTH.value
@@ -23,7 +25,7 @@ DIVERGENCE, WEIGHT, WIDTH = kernels.DIVERGENCE.value, kernels.WEIGHT.value, kern
 def divergence(head: Head, teacher: Head, weights: Tensor, beta: float, want: Want) -> tuple[Tensor, Gradients]:
     """As in `chunked`: -> divergence (N,), gradients of sum(weights * divergence)."""
     found = head.hidden.new_empty(len(head.target), dtype=head.dtype)
-    grads = GradientSum(head, want, [weights])
+    grads = gradients_of(head, want, [weights], draw)
     with on_device(head.hidden.device):
         for rows, buffers in _chunks(head, want.scratch_bytes, want.some):
             part, other, V = head.rows(rows), teacher.rows(rows), len(head.weight)
@@ -43,7 +45,8 @@ def divergence(head: Head, teacher: Head, weights: Tensor, beta: float, want: Wa
 
 def _chunks(head: Head, scratch_bytes: float, gradient: bool) -> Iterator[tuple[slice, tuple[Tensor, Tensor, Tensor]]]:
     """Rows of a chunk, and buffers (n, W) for the student's logits, the teacher's and the gradient."""
-    N, W, dtype = len(head.target), width(head), gradient_dtype(head)
+    N, W = len(head.target), width(head)
+    dtype = gradient_dtype(head) if head.uniform is None else head.dtype
     apart = gradient and dtype != head.dtype
     row = W * (2 * head.dtype.itemsize + apart * dtype.itemsize)
     row += 2 * head.hidden.shape[1] * (head.hidden.dtype.itemsize + head.dtype.itemsize)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from rlplus.kernels import draws as kernels
-from rlplus.kernels.row_values import ENTROPY, LOGPROB, SLOPE
+from rlplus.kernels.row_values import ENTROPY, LOGPROB, LOGSUM, SLOPE, WIDTH
 from rlplus.loss.backends.sampled import MOST, Drawn
 from rlplus.loss.backends.triton import on_device, sets
 from rlplus.loss.backends.triton_chunks import Work, arguments
@@ -30,7 +30,6 @@ def draws(head: Head, on: Tensor, scratch_bytes: float) -> Iterator[tuple[Index,
 
 
 def _drawn(work: Work, head: Head, values: Tensor, on: Tensor) -> Drawn:
-    assert head.uniform is not None
     n, K, new = len(values), MOST + 8, values.new_empty
     rows = work.logits if work.exponentials is None else work.exponentials
     logprob, entropy = values[:, LOGPROB.value].clone(), values[:, ENTROPY.value].clone()
@@ -38,16 +37,43 @@ def _drawn(work: Work, head: Head, values: Tensor, on: Tensor) -> Drawn:
         none, number = new(0), head.target[:0]
         zeros = torch.zeros_like(logprob)
         return Drawn(logprob, entropy, number, number, none, none, None, None, zeros, zeros, zeros != 0)
-    token, sums = torch.empty(n, K, dtype=torch.int32, device=values.device), new(n, kernels.SUMS.value)
-    w, logp, slope = new(n, K), new(n, K), None if head.softcap is None else new(n, K)
-    kernels.draw_rows(
-        token, w, logp, slope, sums, values, rows[:n], len(head.weight), on.to(torch.int32), head.uniform.contiguous(),
-        head.threshold, MOST, *arguments(head), exponentials=rows is work.exponentials,
-    )  # fmt: skip
+    slope = None if head.softcap is None else new(n, K)
+    token, w, logp, sums = _draw(head, rows[:n], values, on, slope, exponentials=rows is work.exponentials)
     count, flat, variance, square = sums.unbind(1)
-    count = count.long()
-    kept = torch.arange(K, device=count.device) < count[:, None]
-    row = torch.arange(n, device=count.device).repeat_interleave(count)
+    row, kept = _kept(count, K)
     of_cap, of_own = (None, None) if slope is None else (slope[kept], values[:, SLOPE.value].clone())
     found = (row, token[kept].long(), w[kept], logp[kept], of_cap)
     return Drawn(logprob, entropy, *found, own_slope=of_own, variance=variance, square=square, flat=flat != 0)
+
+
+def draw(head: Head, dz: Tensor, size: Tensor, on: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """As `drawn_gradients.Draw` has it: absolute values of dz are exponentials whose sum is known."""
+    values = dz.new_zeros(len(dz), WIDTH.value)
+    values[:, LOGSUM.value] = torch.where(on, size, 1.0).log()
+    plain = Head(head.hidden, head.weight, None, torch.full_like(head.target, -1), 1.0)
+    plain = plain._replace(uniform=head.uniform, threshold=head.threshold)
+    token, w, _, sums = _draw(plain, dz, values, on, None, exponentials=True)
+    row, kept = _kept(sums[:, 0], token.shape[1])
+    yield row, token[kept].long(), w[kept]
+
+
+def _draw(
+    head: Head, rows: Tensor, values: Tensor, on: Tensor, slope: Tensor | None, *, exponentials: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """token, w, logp (n, K), of which each row has as many as sums (n, SUMS) says; slope (n, K) is filled."""
+    assert head.uniform is not None
+    n, K, new = len(values), MOST + 8, values.new_empty
+    token, sums = torch.empty(n, K, dtype=torch.int32, device=values.device), new(n, kernels.SUMS.value)
+    w, logp = new(n, K), new(n, K)
+    kernels.draw_rows(
+        token, w, logp, slope, sums, values, rows, len(head.weight), on.to(torch.int32), head.uniform.contiguous(),
+        head.threshold, MOST, *arguments(head), exponentials=exponentials,
+    )  # fmt: skip
+    return token, w, logp, sums
+
+
+def _kept(count: Tensor, K: int) -> tuple[Tensor, Tensor]:
+    """The row of each element, and where elements are in (n, K)."""
+    count = count.long()
+    kept = torch.arange(K, device=count.device) < count[:, None]
+    return torch.arange(len(count), device=count.device).repeat_interleave(count), kept

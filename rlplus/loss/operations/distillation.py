@@ -12,6 +12,7 @@ from rlplus.loss.head.head_arguments import check_plain, make_head
 from rlplus.loss.objective.divergence import beta_of, check_topk
 from rlplus.loss.objective.inputs import check_tensor, check_weight, describe
 from rlplus.loss.operations import library
+from rlplus.loss.operations.backward_pass import THRESHOLD, Backward, BackwardPass
 from rlplus.loss.operations.linear_losses import bytes_of_scratch
 
 BACKENDS = ("reference", *DIVERGENCES)
@@ -42,6 +43,9 @@ def linear_divergence(
     teacher_logit_scale: float = 1.0,
     teacher_logit_softcap: float | None = None,
     teacher_temperature: float | Tensor | None = None,
+    backward: Backward = "auto",
+    threshold: float = THRESHOLD,
+    seed: int | None = None,
     max_scratch_mb: float | None = None,
     backend: str = "auto",
 ) -> DivergenceLoss:
@@ -61,6 +65,9 @@ def linear_divergence(
     token_weight (...): loss = sum of token_weight * divergence, see `token_weights`. It is needed beforehand because
                  the gradients are computed with the loss, in four GEMMs: two for logits, two for gradients. A loss that
                  weighs the divergences of tokens afterwards would compute the logits again, in six
+    backward, threshold, seed   as in `linear_policy_loss`. "sampled" takes the two GEMMs of logits alone, or the one
+                 with teacher_topk: an element of the logits' gradient of at least `threshold` times its row's sum of
+                 absolute values is kept, a smaller one with a probability in proportion to its size
     backend      "torch", "triton" (CUDA; bf16, fp16, fp32), "reference" or "auto", as in `linear_policy_loss`; "cpp"
                  has no divergence, and "auto" on a CPU is "torch". With teacher_topk "torch", which is "auto" on every
                  device, or "reference"
@@ -80,26 +87,29 @@ def linear_divergence(
     head = _head(hidden, weight, bias, (logit_scale, logit_softcap, temperature))
     weights = _weights(token_weight, hidden, head.dtype)
     scratch = bytes_of_scratch(max_scratch_mb)
+    sampling = BackwardPass(backward, threshold, seed)
     numbers = (teacher_logit_scale, teacher_logit_softcap, teacher_temperature)
     if teacher_topk is not None:
         others = (teacher_hidden, teacher_weight, teacher_bias)
         if any(x is not None for x in others) or numbers != (1.0, None, None):
             raise ValueError("want teacher_topk alone of the teacher's arguments; got others beside it")
         topk = _topk(teacher_topk, hidden, len(weight))
-        loss, values = _from_topk(head, topk, weights, number, scratch, backend)
+        loss, values = _from_topk(head, topk, weights, number, scratch, backend, sampling)
     else:
         if teacher_temperature is None:
             numbers = (*numbers[:2], temperature)
         teacher = _teacher(hidden, weight, teacher_hidden, teacher_weight, teacher_bias, numbers)
-        loss, values = _from_head(head, teacher, weights, number, scratch, backend)
+        loss, values = _from_head(head, teacher, weights, number, scratch, backend, sampling)
     return DivergenceLoss(loss, values.detach().view(hidden.shape[:-1]))
 
 
 def _from_head(
-    head: Head, teacher: Head, weights: Tensor, beta: float, scratch: float, backend: str
+    head: Head, teacher: Head, weights: Tensor, beta: float, scratch: float, backend: str, sampling: BackwardPass
 ) -> tuple[Tensor, Tensor]:
     """-> loss, divergence (N,)."""
     backend = _backend(backend, head, teacher, scratch)
+    if sampling.sampled():
+        head = sampling.with_draws(head, backend)
     if backend == "reference":
         library.check_weighted_rows(weights, head, teacher)
         return reference.linear_divergence(head, teacher, weights, beta)
@@ -108,13 +118,21 @@ def _from_head(
 
 
 def _from_topk(
-    head: Head, topk: tuple[Tensor, Tensor], weights: Tensor, beta: float, scratch: float, backend: str
+    head: Head,
+    topk: tuple[Tensor, Tensor],
+    weights: Tensor,
+    beta: float,
+    scratch: float,
+    backend: str,
+    sampling: BackwardPass,
 ) -> tuple[Tensor, Tensor]:
     """-> loss, divergence (N,)."""
     if not is_automatic(backend):
         backend = resolve_backend(backend, head.hidden.device, head.hidden.dtype)
         if backend not in ("reference", "torch"):
             raise ValueError(f"want backend reference or torch with teacher_topk; got {backend!r}, which has none")
+    if sampling.sampled():
+        head = sampling.with_draws(head, backend)
     if backend == "reference":
         library.check_weighted_rows(weights, head)
         check_topk(*topk, len(head.weight), weights != 0)

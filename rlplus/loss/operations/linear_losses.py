@@ -17,7 +17,7 @@ from rlplus.loss.objective.inputs import check_constants, check_tensor, objectiv
 from rlplus.loss.objective.objective import Objective
 from rlplus.loss.objective.tokens import TokenConstants
 from rlplus.loss.operations import library, logprob_library, sampled_library
-from rlplus.loss.operations.backward_pass import THRESHOLD, Backward, check_backward, refuse, with_draws
+from rlplus.loss.operations.backward_pass import THRESHOLD, Backward, BackwardPass
 from rlplus.loss.operations.op_arguments import Options, pack
 
 if TYPE_CHECKING:
@@ -144,8 +144,9 @@ def linear_policy_loss(
         backend = backend_for(backend, head.whole_vocabulary(), scratch)
         if backend == "reference" and (weight_grad is not None or head.group):
             raise ValueError("backend 'reference' keeps the full logits: it takes no weight_grad or split head")
-        if check_backward(backward, threshold, seed) == "sampled":
-            head = with_draws(head, backward, threshold, seed, backend)
+        sampling = BackwardPass(backward, threshold, seed)
+        if sampling.sampled():
+            head = sampling.with_draws(head, backend)
     if backend == "reference":
         weighted, _ = library.check_policy_rows(head, constants, objective)
         library.check_targets(head, len(head.weight), weighted)
@@ -188,10 +189,11 @@ def linear_logprob(
         if backend == "reference" and head.group:
             raise ValueError("backend 'reference' keeps the full logits: it takes no split head")
         differentiated = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in head[:3])
-        if check_backward(backward, threshold, seed) == "sampled" and differentiated:
+        sampling = BackwardPass(backward, threshold, seed)
+        if sampling.sampled() and differentiated:
             if head.kept_offsets is not None:
-                refuse(backward, "kept tokens, whose gradient is sparse by itself")
-            head = with_draws(head, backward, threshold, seed, backend)
+                sampling.refuse("kept tokens, whose gradient is sparse by itself")
+            head = sampling.with_draws(head, backend)
     if backend == "reference":
         library.check_targets(head, len(head.weight), library.check_logprob_rows(head))
         logprob, entropy = reference.logprob_and_entropy(head)

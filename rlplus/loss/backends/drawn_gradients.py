@@ -1,0 +1,99 @@
+"""Gradients from a few drawn elements of the logits' gradient, in the place of its products with whole matrices.
+
+For losses whose gradient by the logits is not linear in the probabilities, as a divergence's: the gradient itself is
+drawn from. An element of at least `threshold` times its row's sum of absolute values is kept as it is; a smaller one is
+kept with a probability in proportion to its size, and counts as the threshold. So the gradients have the exact mean.
+Nothing else differs from `sampled`, but for a target's element, which is none here.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from rlplus.loss.backends.pair_sums import PairGradients
+from rlplus.loss.backends.sampled import MOST
+from rlplus.loss.head.gradients import Gradients, GradientSum, Index, Want
+from rlplus.loss.head.head import Head
+
+ONE = 2**40  # a threshold, in the whole numbers of running sums
+PARTS = 8  # of a chunk, so that their draw fits into what the chunk itself takes
+
+
+class Chosen(NamedTuple):
+    """row, token, w (M,): the elements that are kept, in order of rows; variance (n,): of a row's w; flat (n,) bool:
+    whether its threshold was raised."""
+
+    row: Tensor
+    token: Tensor
+    w: Tensor
+    variance: Tensor
+    flat: Tensor
+
+
+def choose(p: Tensor, on: Tensor, uniform: Tensor, threshold: float) -> Chosen:
+    """Elements of rows p (n, V) >= 0 whose sums are 1 or less, in rows `on`; uniform (n,) in [0, 1)."""
+    small = p < threshold
+    many = (~small).sum(1) + p.masked_fill(~small, 0.0).sum(1, dtype=torch.float64) / threshold
+    flat = on & (many > MOST)
+    raised = torch.full_like(many, max(threshold, 1 / MOST))
+    level = torch.where(flat, raised, threshold)[:, None]
+    small = p < level
+    tail = p.masked_fill(~small, 0.0)
+    # Whole numbers: a GPU's cumulative sum of floats differs in bits from run to run.
+    shares = tail.to(level.dtype).div_(level).mul_(ONE).round_().long()
+    steps = shares.cumsum_(1).add_((uniform.double() * ONE).long()[:, None]).div_(ONE, rounding_mode="floor")
+    kept = ~small
+    kept[:, 0] |= steps[:, 0] > 0
+    kept[:, 1:] |= steps[:, 1:] > steps[:, :-1]
+    row, token = kept.logical_and_(on[:, None]).nonzero(as_tuple=True)
+    w = torch.where(small[row, token], level.to(p.dtype)[row, 0], p[row, token])
+    return Chosen(row, token, w, (tail * (level.to(p.dtype) - tail)).sum(1), flat)
+
+
+Draw = Callable[[Head, Tensor, Tensor, Tensor], Iterator[tuple[Tensor, Tensor, Tensor]]]
+"""The head of n rows, their dz (n, V) and its sums of absolute values (n,), and which of them are drawn from, (n,) bool
+-> row, token, w (M,) of some rows at a time, w being the share of its row's sum that an element counts as."""
+
+
+class DrawnGradients(PairGradients):
+    """The gradients of a head whose `uniform` is given, from elements that `draw` chooses of each chunk's dz."""
+
+    def __init__(self, head: Head, want: Want, draw: Draw) -> None:
+        super().__init__(head, want)
+        self.draw = draw
+        self.parts = [(head.target[:0], head.target[:0], head.hidden.new_empty(0, dtype=head.dtype))]
+        self.number = torch.arange(len(head.target), device=head.hidden.device)
+
+    def add(
+        self, rows: Index, head: Head, dz: Tensor, active: Tensor, memory: Tensor | None = None, clean: bool = False
+    ) -> None:
+        number, size = self.number[rows], torch.linalg.vector_norm(dz, 1, dim=1)
+        finite = size.isfinite()
+        for row, token, w in self.draw(head, dz, size, active & finite & (size > 0)):
+            self.parts.append((number[row], token, (w * size[row]).copysign(dz[row, token])))
+        broken = number[active & ~finite]  # a row that has NaN keeps nothing else, and shows it
+        self.parts.append((broken, torch.zeros_like(broken), size.new_full((len(broken),), torch.nan)))
+
+    def finish(self) -> Gradients:
+        row, token, value = (torch.cat(column) for column in zip(*self.parts, strict=True))
+        order = row.argsort(stable=True)
+        self.add_pairs(slice(None), self.head, row[order], token[order], value[order])
+        return super().finish()
+
+
+def gradients_of(head: Head, want: Want, factors: list[Tensor], draw: Draw) -> GradientSum:
+    """Exact sums, or drawn ones if the head's backward pass is sampled."""
+    return GradientSum(head, want, factors) if head.uniform is None else DrawnGradients(head, want, draw)
+
+
+def draw(head: Head, dz: Tensor, size: Tensor, on: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """A `Draw` in PyTorch, of a part of the rows at a time: it takes some 30 bytes for each element of these."""
+    assert head.uniform is not None
+    step = max(1, len(dz) // PARTS)
+    for start in range(0, len(dz), step):
+        rows = slice(start, start + step)
+        share = dz[rows].abs().div_(torch.where(on, size, 1.0)[rows, None])
+        row, token, w, *_ = choose(share, on[rows], head.uniform[rows], head.threshold)
+        yield row + start, token, w
