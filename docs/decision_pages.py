@@ -1,10 +1,10 @@
-"""The heads of the pages in docs/decisions, and their index."""
+"""The heads of the pages in docs/decisions, and their index. A hook of mkdocs: the manual's search leaves them out."""
 
 import re
 from collections.abc import Callable
 from datetime import date
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 ROOT = Path(__file__).parent.parent
 # The parts of the index, in its order.
@@ -34,7 +34,7 @@ def decision(path: Path) -> Decision:
     number, title, day, status, part, files = head.groups()
     if not path.name.startswith(f"{number}-"):
         raise ValueError(f"want {path.name} named after its number; got {number}")
-    if not re.fullmatch(r"accepted|measured|open|superseded by \d{3}", status):
+    if not re.fullmatch(r"accepted|measured|open", status):
         raise ValueError(f"{path.name}: want a status of the index; got {status!r}")
     if part not in DECIDED_ON:
         raise ValueError(f"{path.name}: want a part out of {', '.join(DECIDED_ON)}; got {part!r}")
@@ -55,3 +55,9 @@ def index(table: Callable[..., str]) -> str:
         rows = ((f"[{p.number:03d}]({p.path.name})", p.title, p.status) for p in pages if p.part == part)
         parts.append(f"## {part.capitalize()}\n\n{table(('number', 'decision', 'status'), rows)}")
     return "\n\n".join(parts)
+
+
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> None:
+    """Take the decisions out of the search, whose readers look for the manual."""
+    if page.file.src_uri.startswith("decisions/"):
+        page.meta["search"] = {"exclude": True}

@@ -205,7 +205,7 @@ def test_the_comparison_at_one_rate_has_the_settings_and_methods_of_the_other(tm
 
 
 def test_the_comparison_of_demonstrations_is_as_it_was_fixed(tmp_path: Path) -> None:
-    """By docs/decisions/144, written before its runs."""
+    """By docs/decisions/062, written before its runs."""
     path = EXPERIMENTS / "compare/demonstrations.yaml"
     comparison = load_comparison(path)
     runner = Runner(comparison, path.parent / comparison.run, tmp_path)
@@ -231,7 +231,7 @@ def test_the_comparison_of_demonstrations_is_as_it_was_fixed(tmp_path: Path) -> 
 
 
 def test_the_comparison_of_self_distillation_is_as_it_was_fixed(tmp_path: Path) -> None:
-    """By docs/decisions/158, written before its runs."""
+    """By docs/decisions/066, written before its runs."""
     path = EXPERIMENTS / "compare/distillation.yaml"
     comparison = load_comparison(path)
     runner, search = Runner(comparison, path.parent / comparison.run, tmp_path), comparison.search

@@ -26,18 +26,13 @@ COMPLETE = """# 001. A title
 
 def test_numbers_run_without_gaps_and_titles_differ() -> None:
     assert [page.number for page in DECISIONS] == list(range(1, len(DECISIONS) + 1))
-    assert len({page.title for page in DECISIONS}) == len(DECISIONS) > 90
+    assert len({page.title for page in DECISIONS}) == len(DECISIONS) > 50
 
 
 def test_files_exist_and_dates_are_past() -> None:
     missing = [f"{page.path.name}: {name}" for page in DECISIONS for name in page.files if not (ROOT / name).exists()]
     assert missing == []
     assert [page.path.name for page in DECISIONS if not page.files or page.date > date.today()] == []
-
-
-def test_what_supersedes_a_decision_is_a_later_one() -> None:
-    by = {page.number: int(page.status[-3:]) for page in DECISIONS if page.status.startswith("superseded")}
-    assert all(old < new <= len(DECISIONS) for old, new in by.items()), by
 
 
 def test_sections_have_their_names_and_order() -> None:
@@ -47,16 +42,18 @@ def test_sections_have_their_names_and_order() -> None:
 
 
 def test_references_name_a_decision() -> None:
-    """Such as "decision 003" in a comment."""
+    """Such as "decision 002" in a comment, or a page's name."""
     paths = [path for place in PLACES for path in (ROOT / place).rglob("*") if path.suffix in SOURCE]
-    paths += [ROOT / name for name in ("README.md", "AGENTS.md", "CONTRIBUTING.md", "SECURITY.md")]
-    found = [
-        (str(path.relative_to(ROOT)), int(number))
-        for path in paths
-        for number in re.findall(r"\bdecision\s+(?:#\s*)?\[?(\d{3})\b", path.read_text(), re.IGNORECASE)
-    ]
-    assert ("rlplus/loss/objective/tokens.py", 3) in found
-    assert [place for place, number in found if not 1 <= number <= len(DECISIONS)] == []
+    paths += [ROOT / name for name in ("README.md", "AGENTS.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md")]
+    texts = {str(path.relative_to(ROOT)): path.read_text() for path in paths}
+    number = re.compile(r"\bdecisions?(?:\s+(?:#\s*)?\[?|/)(\d{3})\b", re.IGNORECASE)
+    found = [(name, int(hit)) for name, text in texts.items() for hit in number.findall(text)]
+    assert ("rlplus/loss/objective/tokens.py", 2) in found
+    assert [place for place, hit in found if not 1 <= hit <= len(DECISIONS)] == []
+    pages = {page.path.name for page in DECISIONS}
+    named = [(name, hit) for name, text in texts.items() for hit in re.findall(r"decisions/(\d{3}-[\w-]+\.md)", text)]
+    assert ("experiments/compare/words.yaml", "064-words.md") in named
+    assert [place for place in named if place[1] not in pages] == []
 
 
 def written(folder: Path, old: str, new: str, name: str = "001-a-title.md") -> Path:
@@ -67,8 +64,8 @@ def written(folder: Path, old: str, new: str, name: str = "001-a-title.md") -> P
 
 
 def test_a_head_is_read(tmp_path: Path) -> None:
-    page = decision_pages.decision(written(tmp_path, "accepted", "superseded by 002"))
-    assert page[1:6] == (1, "A title", date(2026, 11, 24), "superseded by 002", "loss")
+    page = decision_pages.decision(written(tmp_path, "accepted", "open"))
+    assert page[1:6] == (1, "A title", date(2026, 11, 24), "open", "loss")
     assert page.files == ("rlplus/common/errors.py", "kernels/")
 
 
@@ -80,7 +77,7 @@ def test_a_head_is_read(tmp_path: Path) -> None:
         ("## Decided\n", "", "want the head of 001-a-title.md"),
         ("2026-11-24", "24 November", "Invalid isoformat string: '24 November'"),
         ("# 001.", "# 002.", "want 001-a-title.md named after its number; got 002"),
-        ("accepted", "agreed", "001-a-title.md: want a status of the index; got 'agreed'"),
+        ("accepted", "superseded by 002", "001-a-title.md: want a status of the index; got 'superseded by 002'"),
         ("Part: loss", "Part: all", "001-a-title.md: want a part out of loss, trainer"),
     ],
 )

@@ -18,7 +18,6 @@ from rlplus.loss import Objective, backends
 from rlplus.loss.backends import selection
 from rlplus.loss.objective import objective
 from rlplus.loss.objective.surrogates import INTERNAL
-from rlplus.loss.operations import library
 from rlplus.train import reward
 from rlplus.train.config import Config, load_config
 from rlplus.train.recipe import Recipe, make_recipe
@@ -107,8 +106,8 @@ def test_a_backend(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert 'backend="rounded"' in write_example(backends, here)
     module: ModuleType = sys.modules[import_function("rounded.py:policy_loss").__module__]
     monkeypatch.setitem(sys.modules, "rlplus.loss.backends.rounded", module)
-    monkeypatch.setitem(library.MODULES, "rounded", "rounded")
-    monkeypatch.setattr(selection, "BACKENDS", ("reference", *library.MODULES))
+    monkeypatch.setitem(backends.MODULES, "rounded", "rounded")
+    monkeypatch.setattr(selection, "BACKENDS", ("reference", *backends.MODULES))
     head, constants = sample(11)
     exact = constants["advantage"] + 2e-3
     got = run(head, constants | {"advantage": exact}, Objective(), backend="rounded")

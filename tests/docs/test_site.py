@@ -1,5 +1,6 @@
 """The manual as a site: it asks no other server, fits desktops and phones, and is searched without a server."""
 
+import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -58,6 +59,15 @@ def test_it_builds_without_warnings_and_asks_no_other_server(site: Path) -> None
         assert re.search(r"Difference from [^<]+, points", comparison), name
         several = ">trained, pass@1<" in comparison  # test sets, as in most
         assert (">all, pass@1<" in comparison) == several, "all test sets together, beside each of them"
+
+
+def test_decisions_are_read_but_not_searched(site: Path) -> None:
+    """Readers of the manual look for what it says, not for what its authors decided."""
+    index = json.loads((site / "search/search_index.json").read_text())
+    places = {entry["location"].partition("#")[0] for entry in index["docs"]}
+    assert {"kernels.html", "troubleshooting.html"} <= places
+    assert len(list(site.glob("decisions/[0-9]*.html"))) > 50
+    assert [place for place in places if place.startswith("decisions/")] == []
 
 
 @pytest.mark.parametrize("size", SIZES)

@@ -1,4 +1,4 @@
-"""The simulation of engines behind decision 134: against a token by token one, the plan, and laws."""
+"""The simulation of engines behind decision 034: against a token by token one, the plan, and laws."""
 
 import random
 

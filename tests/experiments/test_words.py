@@ -144,7 +144,7 @@ def test_the_run_rewards_right_answers_alone_and_everything_fits(problems: list[
 
 
 def test_the_comparison_is_as_it_was_fixed(tmp_path: Path) -> None:
-    """By docs/decisions/151, written before its runs."""
+    """By docs/decisions/064, written before its runs."""
     path = Path("experiments/compare/words.yaml")
     comparison = load_comparison(path)
     runner = Runner(comparison, path.parent / comparison.run, tmp_path)

@@ -50,7 +50,7 @@ OPERATIONS = {
     "divergence from the teacher's likeliest tokens, and gradients": "linear_topk_divergence attach_gradients",
 }
 LIMITED = ("registers", "spills", "instructions", "end")
-HEAD = f"""# What every kernel and operation takes. Written by `{COMMAND}`; decision 109.
+HEAD = f"""# What every kernel and operation takes. Written by `{COMMAND}`; decision 069.
 #
 # kernels: registers of a thread; instructions that spill registers; bytes of shared memory; SASS instructions of a
 # thread per element of its block (a logit, where the kernel has logits), in an iteration of each innermost loop, and

@@ -3,7 +3,7 @@
 A processor issues four instructions of a warp per cycle. Memory and tensor cores have the speeds of the cost model
 (rlplus/loss/head/cost.py), and the time is at the shape of `python -m bench --model`. What it leaves out: latency that
 nothing hides, the start and end of a grid, conflicts, and caches: a row is read from memory, a tile of a GEMM from the
-cache. Decision 109 has its errors where a time is published.
+cache. Decision 069 has its errors where a time is published.
 """
 
 from typing import Any, NamedTuple

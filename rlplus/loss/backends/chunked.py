@@ -16,7 +16,7 @@ from torch import Tensor
 
 from rlplus.loss.backends.drawn_gradients import draw, gradients_of
 from rlplus.loss.backends.protocol import PolicyCall, PolicyResult, Slopes, Stored
-from rlplus.loss.head.gradients import Gradients, GradientSum, Want
+from rlplus.loss.head.gradient_sum import Gradients, GradientSum, Want
 from rlplus.loss.head.head import (
     Head,
     RunningStatistics,

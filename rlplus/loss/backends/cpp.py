@@ -29,7 +29,7 @@ from rlplus.loss.backends.native import (
     wide_bias,
 )
 from rlplus.loss.backends.protocol import PolicyCall, PolicyResult, Slopes, Stored
-from rlplus.loss.head.gradients import Gradients, GradientSum, Want
+from rlplus.loss.head.gradient_sum import Gradients, GradientSum, Want
 from rlplus.loss.head.head import Head, RunningStatistics, Statistics, dhidden
 from rlplus.loss.objective.tokens import stat_names, token_loss
 

@@ -16,7 +16,7 @@ from rlplus.loss.backends.triton import on_device
 from rlplus.loss.backends.triton_draws import draw
 from rlplus.loss.backends.ways import width
 from rlplus.loss.head import cost
-from rlplus.loss.head.gradients import Gradients, Want, gradient_dtype
+from rlplus.loss.head.gradient_sum import Gradients, Want, gradient_dtype
 from rlplus.loss.head.head import Head, logits_into
 
 DIVERGENCE, WEIGHT, WIDTH = kernels.DIVERGENCE.value, kernels.WEIGHT.value, kernels.WIDTH.value

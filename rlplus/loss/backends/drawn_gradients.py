@@ -14,11 +14,11 @@ from torch import Tensor
 
 from rlplus.loss.backends.pair_sums import PairGradients
 from rlplus.loss.backends.sampled import MOST
-from rlplus.loss.head.gradients import Gradients, GradientSum, Index, Want
+from rlplus.loss.head.gradient_sum import Gradients, GradientSum, Index, Want
 from rlplus.loss.head.head import Head
 
 ONE = 2**40  # a threshold, in the whole numbers of running sums
-PARTS = 8  # of a chunk, so that their draw fits into what the chunk itself takes
+PARTS = 8  # a chunk is drawn from in so many, whose draw fits into what the chunk itself takes
 
 
 class Chosen(NamedTuple):

@@ -17,7 +17,7 @@ from torch import Tensor
 from rlplus.loss.backends.pair_sums import PairGradients, bags, spans
 from rlplus.loss.backends.protocol import PolicyCall, PolicyResult, Slopes
 from rlplus.loss.backends.sampled import SAMPLED_STATS
-from rlplus.loss.head.gradients import Gradients, Want
+from rlplus.loss.head.gradient_sum import Gradients, Want
 from rlplus.loss.head.head import Head, cap_slope, capped, scaled
 from rlplus.loss.objective.inputs import check_values
 from rlplus.loss.objective.tokens import FLOOR, stat_names, token_loss

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import Tensor
 
-from rlplus.loss.head.gradients import Gradients, GradientSum, Index, Want
+from rlplus.loss.head.gradient_sum import Gradients, GradientSum, Index, Want
 from rlplus.loss.head.head import Head
 
 CACHED_BYTES = 4e6  # copies on a CPU: with 1250 MB of them it took twice as long, at 8 and at 64 tokens a row
@@ -40,7 +40,7 @@ class PairGradients(GradientSum):
         super().__init__(head, want, None)  # products of pairs are in fp32 (fp64)
 
     def wanted(self) -> Want:
-        """What the first rows' computation is to return; it adds the gradient of weight to the sum here."""
+        """The first rows are to be computed with this: their gradient of weight is added to the sum here."""
         if self.weight is None and self.want.needs[1]:
             self.weight = self.head.hidden.new_zeros(self.head.weight.shape, dtype=self.head.dtype)
         return self.want.into(self.weight)

@@ -5,7 +5,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from rlplus.loss.head.gradients import Gradients, Index, Want
+from rlplus.loss.head.gradient_sum import Gradients, Index, Want
 from rlplus.loss.head.head import Head
 from rlplus.loss.objective.objective import Objective
 from rlplus.loss.objective.tokens import TokenConstants
@@ -47,7 +47,7 @@ class Slopes(NamedTuple):
 
 
 Stored = tuple[Tensor, Tensor]
-"""What a forward pass keeps of rows for the backward pass, (n, .) each; a backend knows what it is."""
+"""Tensors (n, .) that a forward pass keeps of rows for the backward pass; a backend knows their contents."""
 
 
 class Backend(Protocol):

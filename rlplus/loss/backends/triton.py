@@ -34,7 +34,7 @@ from rlplus.loss.backends import token_arguments
 from rlplus.loss.backends.protocol import PolicyCall, PolicyResult, Slopes, Stored
 from rlplus.loss.backends.triton_chunks import Work, arguments
 from rlplus.loss.backends.ways import Way, way_of, width
-from rlplus.loss.head.gradients import Gradients, GradientSum, Index, Want, gradient_dtype
+from rlplus.loss.head.gradient_sum import Gradients, GradientSum, Index, Want, gradient_dtype
 from rlplus.loss.head.head import Head, Statistics, dhidden, dweight, raw_logits
 from rlplus.loss.objective.tokens import STATS, may_have_gradient, stat_names
 

@@ -10,7 +10,7 @@ from rlplus.kernels import linear_logprob as linear_kernels
 from rlplus.kernels import row_values as names
 from rlplus.kernels import tiling
 from rlplus.loss.backends.ways import Way, chunk_rows, width
-from rlplus.loss.head.gradients import Index
+from rlplus.loss.head.gradient_sum import Index
 from rlplus.loss.head.head import Head, logits_into
 
 WIDTH, DLOGPROB, DENTROPY = names.WIDTH.value, names.DLOGPROB.value, names.DENTROPY.value

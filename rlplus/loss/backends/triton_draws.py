@@ -14,7 +14,7 @@ from rlplus.loss.backends.sampled import MOST, Drawn
 from rlplus.loss.backends.triton import on_device, sets
 from rlplus.loss.backends.triton_chunks import Work, arguments
 from rlplus.loss.backends.ways import Way, way_of
-from rlplus.loss.head.gradients import Index
+from rlplus.loss.head.gradient_sum import Index
 from rlplus.loss.head.head import Head
 
 

@@ -7,7 +7,7 @@ import torch
 from rlplus.kernels import linear_logprob
 from rlplus.kernels.tiling import Tile
 from rlplus.loss.head import cost
-from rlplus.loss.head.gradients import gradient_dtype
+from rlplus.loss.head.gradient_sum import gradient_dtype
 from rlplus.loss.head.head import Head
 
 LINE = 64  # buffers have a multiple of this many columns, so that rows start at multiples of 128 bytes

@@ -1,1 +1,1 @@
-"""What keeps a wrong result from being returned: verdicts on kernels, full precision, advice with errors."""
+"""The guards against a wrong result: verdicts on kernels, full precision, and advice with errors."""

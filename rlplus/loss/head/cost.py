@@ -13,8 +13,8 @@ from typing import NamedTuple
 TILE = (128, 256)  # the part of a GEMM's result that one processor computes at a time; the vendor may choose another
 LAUNCH = 2e-6  # seconds
 CHUNK = 22  # launches for a chunk, copies and the repair of rows included
-# An assumption. An H200 took, epilogue and stores included, 1.03 to 1.04 alone (decision 139), and 1.24 within a
-# profiled call, which is not at the limit of power (decision 153). With settled clocks only whole calls were timed.
+# An assumption. An H200 took, epilogue and stores included, 1.03 to 1.04 alone (decision 006), and 1.24 within a
+# profiled call, which is not at the limit of power (decision 008). With settled clocks only whole calls were timed.
 OWN_GEMM = 1.1
 
 

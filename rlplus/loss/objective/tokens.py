@@ -79,7 +79,7 @@ def token_loss(logprob: Tensor, entropy: Tensor, constants: TokenConstants, obje
     """logprob, entropy (N,) fp32 or fp64, constants of the same dtype -> loss, its derivatives, statistics.
 
     Rows of weight 0 are left out by selection: their contents, NaN included, affect nothing.
-    Source: RL-PLUS eq. 1-7; decision 003 for what the paper leaves open.
+    Source: RL-PLUS eq. 1-7; decision 002 for what the paper leaves open.
     """
     c, o = constants, objective
     zero = torch.zeros_like(logprob)

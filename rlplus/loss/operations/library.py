@@ -17,7 +17,7 @@ from rlplus.loss.backends import chunked, divergence, drawer, implementation, ke
 from rlplus.loss.backends.protocol import PolicyCall, PolicyResult
 from rlplus.loss.guard.faults import advising
 from rlplus.loss.guard.precision import full_precision
-from rlplus.loss.head.gradients import Gradients, Want
+from rlplus.loss.head.gradient_sum import Gradients, Want
 from rlplus.loss.head.head import Head
 from rlplus.loss.objective.divergence import check_topk
 from rlplus.loss.objective.inputs import check_apart, check_constant_values, check_differentiated_once, check_values

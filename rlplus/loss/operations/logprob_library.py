@@ -14,7 +14,7 @@ from rlplus.loss.backends import implementation, kept_tokens
 from rlplus.loss.backends.protocol import Slopes, Stored
 from rlplus.loss.guard.faults import advising
 from rlplus.loss.guard.precision import full_precision
-from rlplus.loss.head.gradients import Gradients, Want
+from rlplus.loss.head.gradient_sum import Gradients, Want
 from rlplus.loss.head.head import Head
 from rlplus.loss.operations.library import (
     check_logprob_rows,

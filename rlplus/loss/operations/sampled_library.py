@@ -13,7 +13,7 @@ from rlplus.loss.backends import sampled
 from rlplus.loss.backends.protocol import Slopes
 from rlplus.loss.guard.faults import advising
 from rlplus.loss.guard.precision import full_precision
-from rlplus.loss.head.gradients import Want
+from rlplus.loss.head.gradient_sum import Want
 from rlplus.loss.head.head import Head
 from rlplus.loss.operations.library import (
     check_logprob_rows,

@@ -12,7 +12,7 @@ MEMORY_EFFICIENCY = 0.6  # share of the memory's bandwidth, in decoding and in t
 LINK_EFFICIENCY = 0.7  # share of the bandwidth between GPUs, one direction. Assumed
 NETWORK = 50e9  # bytes per second of each GPU between nodes, 400 Gbit/s. Assumed
 PCIE = 20e9  # bytes per second to the host. Assumed
-SAMPLED = 0.45  # share of the head's three GEMMs that a sampled backward pass leaves, on a CPU (decision 170)
+SAMPLED = 0.45  # share of the head's three GEMMs that a sampled backward pass leaves, on a CPU (decision 011)
 LAUNCHES_S = 1.2e-3  # transformers' time for a layer and a token: 7.4 s for 256 tokens of 24 layers on an H200
 MAX_SEQUENCES = 256  # that vLLM runs at a time: its default
 

@@ -1,6 +1,6 @@
 """A checkpoint of another number of ranks: each rank reads its part of weights and moments from all ranks' shards.
 
-DeepSpeed itself loads one after its converter has written every parameter into files of their own (decision 142). Here
+DeepSpeed itself loads one after its converter has written every parameter into files of their own (decision 027). Here
 the shards are mapped, so that a rank reads little more than its part, and no bit changes on the way.
 """
 
