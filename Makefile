@@ -73,7 +73,7 @@ docs: setup  ## write the derived parts of the manual and of README.md, and buil
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
 
 kernels: setup  ## compile the Triton kernels, no GPU needed; print what they take, and the difference from the budgets
-	@PYTHONPATH=.:tests $(BIN)/python tests/support/kernel_table.py $(if $(WRITE),--write "$(WRITE)")
+	@PYTHONPATH=.:packages/ptxcheck $(BIN)/python tests/support/kernel_table.py $(if $(WRITE),--write "$(WRITE)")
 
 bench: setup  ## measure all backends and peers into runs/bench: the gpu suite with a GPU, else cpu; ten minutes
 	@$(BIN)/python -m bench --suite "$$(nvidia-smi > /dev/null 2>&1 && echo gpu || echo cpu)"

@@ -10,9 +10,6 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from rlplus.loss.guard.verdicts import versions
-
-PACK = "gpu-pack"  # written by `python -m bench.pack`
 STATE = ("clocks.sm", "clocks.mem", "clocks.max.sm", "power.draw", "temperature.gpu")  # MHz, W, degrees Celsius
 KERNELS = 20  # rows at most; the other kernels are summed in one
 
@@ -23,21 +20,14 @@ def package_root() -> Path:
 
 
 def revision(root: Path | None = None) -> str:
-    """The commit of the sources, "-dirty" if files differ; from git, else from the file of `python -m bench.pack`.
-
-    RLPLUS_REVISION replaces it. "unknown" without any of them.
-    """
+    """The commit of the sources, "-dirty" if files differ: RLPLUS_REVISION, else git's, else "unknown"."""
     root = root or package_root()
     if given := os.environ.get("RLPLUS_REVISION"):
         return given
     if (root / ".git").exists() and shutil.which("git"):
         command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-    file = root / PACK / "REVISION"
-    if not file.is_file():
-        return "unknown"
-    commit, kernels = file.read_text().split()
-    return commit if kernels == versions()["kernels"] else f"{commit}, with other kernels"
+    return "unknown"
 
 
 def hardware(cuda: bool) -> dict[str, Any]:

@@ -27,10 +27,11 @@ from rich.markup import escape
 from rich.table import Table
 
 ROOT = Path(__file__).parent.parent
-PARTS = ("rlplus", "kernels", "csrc", "bench", "configs", "examples", "experiments", "hub", "tests")
+PARTS = ("rlplus", "kernels", "csrc", "bench", "configs", "examples", "experiments", "hub", "packages", "tests")
 PARTS += (".github", "docs", "pyproject.toml", "setup.py", "mkdocs.yml", "Makefile", "LICENSE")
 PARTS += tuple(sorted(path.name for path in ROOT.glob("*.md")))
-FOLDERS = {path.name: path.parent.relative_to(ROOT) for path in ROOT.glob("tests/**/*.py")}
+TESTS = (*ROOT.glob("tests/**/*.py"), *ROOT.glob("packages/*/tests/*.py"))
+FOLDERS = {path.name: path.parent.relative_to(ROOT) for path in TESTS}
 TIMEOUT = 300  # seconds; a mistake may make a loop endless
 
 

@@ -13,15 +13,20 @@ from rlplus.tools.cli import main
 
 # Each shell without its user's files; its start; and a command that ends what was typed with a line to wait for.
 SHELLS = {
-    "bash": (["bash", "--norc", "--noprofile", "-i"], "bind 'set bell-style none'"),
-    "zsh": (["zsh", "-f", "-i"], "unsetopt beep; autoload -U compinit; compinit -u -D"),
+    "bash": (["bash", "--norc", "--noprofile", "-i"], "bind 'set bell-style none'; . ./script"),
+    "zsh": (["zsh", "-f", "-i"], 'unsetopt beep; autoload -U compinit; compinit -u -D; eval "$(<script)"'),
 }
 LINES = {  # text that is typed, with Tab, and the arguments that the command then gets
     "rlplus wat\trun\n": "watch|run",
     "rlplus train --fo\trun.yaml\n": "train|--force|run.yaml",
     "rlplus train my_r\ttrain.weight_d\t0.5\n": "train|my_run.yaml|train.weight_decay=0.5",
     "rlplus plan my_r\t--js\talgorithm.objective.clip_l\t1\n": "plan|my_run.yaml|--json|algorithm.objective.clip_low=1",
-    "rlplus report runs/fi\tres\t-o pa\t\n": "report|runs/first/results.json|-o|page.html",
+    "rlplus train --resume my_r\ttrain.weight_d\t0.5 train.warmup_s\t2\n": (
+        "train|--resume|my_run.yaml|train.weight_decay=0.5|train.warmup_steps=2"
+    ),
+    "rlplus report runs/fi\tres\truns/fi\t\t-o pa\t\n": (
+        "report|runs/first/results.json|runs/first/results.json|-o|page.html"
+    ),
     "rlplus init --gpu mi\t--gpus 2\n": "init|--gpu|mi300x|--gpus|2",
     "rlplus plan my_r\t--gpu rtx5\t\n": "plan|my_run.yaml|--gpu|rtx5090",
     "rlplus completion z\t\n": "completion|zsh",
@@ -60,7 +65,7 @@ def terminal(request: pytest.FixtureRequest, tmp_path: Path, capsys: pytest.Capt
     (tmp_path / "runs/first/results.json").touch()
     command, start = SHELLS[name]
     got = 'rlplus() { (IFS="|"; printf "%s\\n" "$*") > got.new; mv got.new got; }'
-    (tmp_path / "start").write_text(f"{start}\n{got}\n. ./script\n: > started\n")
+    (tmp_path / "start").write_text(f"{got}\n{start}\n: > started\n")
     terminal = Terminal(tmp_path, command)
     try:
         terminal.type(". ./start\n")

@@ -150,8 +150,6 @@ ALLOWED = {
     "loss/guard/verdicts.py": "a cache, renamed, whose files must be this user's alone; a lost one is made again",
     "bench/measure.py": "a file of /proc",
     "rollout/worker_answers.py": "a pipe",
-    "bench/gpu.py": "of the standard library alone; it renames its state, and its logs grow",
-    "bench/pack.py": "a folder that is made anew each time",
 }
 
 

@@ -10,7 +10,7 @@ from docs import decision_pages
 
 ROOT = Path(__file__).parents[2]
 DECISIONS = decision_pages.all_decisions()
-PLACES = ("rlplus", "kernels", "csrc", "bench", "experiments", "examples", "tests", "docs", "configs")
+PLACES = ("rlplus", "kernels", "csrc", "bench", "experiments", "examples", "packages", "tests", "docs", "configs")
 SOURCE = {".py", ".cpp", ".yaml", ".md", ".toml", ".sh"}
 COMPLETE = """# 001. A title
 

@@ -46,6 +46,15 @@ def test_the_derived_parts_are_those_of_the_code() -> None:
         assert path.read_text() == text, f"{path.name}: want `make docs`"
 
 
+def test_every_file_of_results_counts_for_the_presets_it_measured() -> None:
+    results = set(ROOT.glob("experiments/*/results/*.json")) - set(ROOT.glob("experiments/real/results/*-*.json"))
+    uses = module_from(ROOT / "docs/preset_uses.py")
+    assert {path for pattern in uses.PAGES for path in ROOT.glob(pattern)} == results
+    assert ("pretrained", "pretrained.md#what-has-run") in uses.measured()["rlplus"]
+    assert not uses.measured()["hpt"]
+    assert uses.used("ppo") == ["RL-PLUS paper: ORZ", "`rlplus convert` of verl"]
+
+
 def test_a_page_without_marks_is_refused() -> None:
     with pytest.raises(ValueError, match="want a page with one <!-- begin keys -->"):
         module_from(ROOT / "docs/generate.py").with_part("nothing", "keys", "part")

@@ -9,7 +9,7 @@ from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-FOLDERS = ("rlplus", "kernels", "bench", "experiments", "examples", "hub", "docs", "tests")
+FOLDERS = ("rlplus", "kernels", "bench", "experiments", "examples", "hub", "docs", "packages", "tests")
 CODE = sorted([ROOT / "setup.py", *(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py"))])
 PAGES = sorted([*ROOT.glob("*.md"), *(path for folder in (*FOLDERS, "csrc") for path in (ROOT / folder).rglob("*.md"))])
 PREPOSITION = re.compile(

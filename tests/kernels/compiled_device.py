@@ -1,6 +1,6 @@
 """Mistakes planted in the losses that only a GPU would show: the simulated device must see each.
 
-Run by tests/kernels/test_ptx_device.py with `-p ptx.device_plugin`.
+Run by tests/kernels/test_ptx_device.py with `-p ptxcheck.device_plugin`.
 """
 
 from typing import Any
@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 from head_cases import EVERYTHING, check_precision, on_policy, run, sample
-from ptx.device import Device
+from ptxcheck.device import Device
 
 from rlplus.kernels import linear_logprob as kernels
 from rlplus.loss.backends import triton as backend
 from rlplus.loss.backends import ways
-from rlplus.loss.head import gradient_sum as gradients
 from rlplus.loss.head.head import add_dweight
+from rlplus.loss.head.head import gradient_sum as gradients
 
 HEAD, CONSTANTS = sample(150, 300, 1, torch.bfloat16, 64)
 HEAD = on_policy(HEAD)

@@ -1,4 +1,4 @@
-"""The kernels of a divergence as Triton compiles them, executed by tests/ptx; see compiled_kernels.py."""
+"""The kernels of a divergence as Triton compiles them, executed by ptxcheck; see compiled_kernels.py."""
 
 import math
 import os
@@ -6,7 +6,7 @@ import os
 import pytest
 import torch
 from compiled_heads import BF16, EPS, F16, F32, check_launches, rows
-from ptx.launcher import Run
+from ptxcheck.launcher import Run
 from torch import Tensor
 from two_heads import of_logits
 

@@ -1,7 +1,7 @@
-"""Kernels of others, compiled and executed by tests/ptx: values against float64, and nothing found.
+"""Kernels of others, compiled and executed by ptxcheck: values against float64, and nothing found.
 
 The first three do what Triton's tutorials do (fused softmax, matrix multiplication, layer norm), in other words. The
-rest are the kernels of installed packages. test_ptx_foreign.py runs this with `-p ptx`.
+rest are the kernels of installed packages. test_ptx_foreign.py runs this with `-p ptxcheck`.
 """
 
 import contextlib
@@ -14,9 +14,9 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from ptx.device import Device
-from ptx.launcher import Run, executed, findings_of
-from ptx.program import Unsupported
+from ptxcheck.device import Device
+from ptxcheck.launcher import Run, executed, findings_of
+from ptxcheck.program import Unsupported
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.tools.tensor_descriptor import TensorDescriptor

@@ -24,8 +24,8 @@ from compiled_heads import (
     width,
 )
 from head_rows import DENTROPY, DLOGPROB, ENTROPY, LOGPROB, statistics
-from ptx.executor import Options
-from ptx.launcher import Run, executed, findings_of
+from ptxcheck.executor import Options
+from ptxcheck.launcher import Run, executed, findings_of
 from torch import Tensor
 
 from rlplus import Objective

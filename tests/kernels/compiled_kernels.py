@@ -1,6 +1,6 @@
-"""Every kernel as Triton compiles it, executed by tests/ptx: values against float64, and nothing found.
+"""Every kernel as Triton compiles it, executed by ptxcheck: values against float64, and nothing found.
 
-test_ptx_kernels.py runs this with `-p ptx`, in a process in which Triton compiles. One small shape of each
+test_ptx_kernels.py runs this with `-p ptxcheck`, in a process in which Triton compiles. One small shape of each
 kernel is quick; all shapes, options and tiles are slow.
 """
 
@@ -33,7 +33,7 @@ from compiled_heads import (
     targets,
 )
 from head_rows import DENTROPY, DLOGPROB, ENTROPY, LOGPROB, statistics
-from ptx.launcher import Run
+from ptxcheck.launcher import Run
 
 from rlplus import Objective
 from rlplus.kernels import draws, own_tokens, policy_loss, scale

@@ -1,7 +1,6 @@
 """Properties of the triton backend that only a GPU shows: half precision, streams, graphs, memory, large offsets.
 
-On a GPU test_kernels.py, test_gemm_kernel.py, test_own_tokens.py, test_exponentials.py and others run there as well;
-`bench/gpu.sh` runs all of them.
+On a GPU test_kernels.py, test_gemm_kernel.py, test_own_tokens.py, test_exponentials.py and others run there as well.
 """
 
 import json

@@ -18,8 +18,8 @@ from rlplus import Objective, linear_logprob, linear_policy_loss
 from rlplus.kernels import linear_logprob as linear_kernels
 from rlplus.loss.backends import triton as backend
 from rlplus.loss.backends import triton_chunks, ways
-from rlplus.loss.head import gradient_sum as gradients
 from rlplus.loss.head.head import Head as OpHead
+from rlplus.loss.head.head import gradient_sum as gradients
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 EPS = torch.finfo(torch.float32).eps

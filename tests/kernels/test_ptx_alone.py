@@ -1,4 +1,4 @@
-"""tests/ptx alone: a copy of the folder, installed elsewhere, tests kernels with `-p ptx` and without rlplus."""
+"""packages/ptxcheck alone: an installed copy of the folder tests kernels with `-p ptxcheck` and without rlplus."""
 
 import os
 import re
@@ -9,9 +9,10 @@ from pathlib import Path
 import processes
 import pytest
 from manual import blocks
-from ptx import nested
+from ptxcheck import nested
 
-FOLDER = nested.TESTS / "ptx"
+ROOT = Path(__file__).parents[2]
+FOLDER = ROOT / "packages/ptxcheck"
 ALONE = """
 
 def test_nothing_of_rlplus_was_imported():
@@ -48,13 +49,12 @@ def install(folder: Path) -> Path:
     options = ["--no-deps", "--no-index", "--no-build-isolation", "--no-compile", "--target", str(target)]
     done = processes.run([sys.executable, "-m", "pip", "install", "--quiet", *options, str(source)], cwd=folder)
     assert done.returncode == 0, done.stderr
-    assert {path.name for path in target.glob("*") if path.suffix != ".dist-info"} == {"ptx"}
+    assert {path.name for path in target.glob("*") if path.suffix != ".dist-info"} == {"ptxcheck"}
     return target
 
 
 def example(path: Path) -> str:
-    (block,) = (block.text for block in blocks(path) if block.language == "python")
-    return block
+    return "\n\n".join(block.text for block in blocks(path) if block.language == "python")
 
 
 @pytest.mark.slow
@@ -62,7 +62,7 @@ def test_an_installed_copy_runs_the_examples(tmp_path: Path) -> None:
     target, tests = install(tmp_path), tmp_path / "tests"
     tests.mkdir()
     (tests / "test_readme.py").write_text(example(FOLDER / "README.md") + ALONE)
-    (tests / "test_manual.py").write_text(example(nested.TESTS.parent / "docs/kernel-tests.md"))
+    (tests / "test_manual.py").write_text(example(ROOT / "docs/kernel-tests.md"))
     new = {"PYTHONPATH": str(target), "TRITON_CACHE_DIR": str(tmp_path / "cache")}
     done = processes.run(nested.command(tests), env=os.environ | new, cwd=tmp_path)  # TRITON_INTERPRET is among these
     assert nested.passed(done) == 8
@@ -74,20 +74,20 @@ def test_an_installed_copy_runs_the_examples(tmp_path: Path) -> None:
 
 def test_the_plugin_must_come_before_triton(tmp_path: Path) -> None:
     (tmp_path / "early.py").write_text("import triton\n")
-    command = [sys.executable, "-m", "pytest", "-p", "early", "-p", "ptx", str(tmp_path)]
-    new = {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(nested.TESTS)]), "TRITON_INTERPRET": "1"}
+    command = [sys.executable, "-m", "pytest", "-p", "early", "-p", "ptxcheck", str(tmp_path)]
+    new = {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(FOLDER)]), "TRITON_INTERPRET": "1"}
     done = processes.run(command, env=os.environ | new, cwd=tmp_path)
     assert done.returncode != 0
-    assert "ptx: want to be loaded before Triton, by -p ptx" in done.stderr
+    assert "ptxcheck: want to be loaded before Triton, by -p ptxcheck" in done.stderr
 
 
 def test_every_file_is_listed_and_the_dependencies_are_those_of_its_imports() -> None:
     text = (FOLDER / "README.md").read_text()
     listed = set(re.findall(r"`(\w+\.py)`", text))
-    assert {path.name for path in FOLDER.glob("*.py")} - {"__init__.py"} == listed
+    assert {path.name for path in (FOLDER / "ptxcheck").glob("*.py")} - {"__init__.py"} == listed
     imported = {
         name
-        for path in FOLDER.glob("*.py")
+        for path in (FOLDER / "ptxcheck").glob("*.py")
         for name in re.findall(r"^ *(?:import|from) (\w+)", path.read_text(), re.MULTILINE)
     } - set(sys.stdlib_module_names)
     wanted = re.findall(r'"(\w+)>=', (FOLDER / "pyproject.toml").read_text().partition("dependencies")[2])

@@ -1,25 +1,21 @@
-"""The simulated device of tests/ptx, and on it what is tested on a GPU; each in a process of its own."""
+"""Tests for a GPU, on the simulated device of ptxcheck; each in a process of its own."""
 
 from pathlib import Path
 
 import processes
 import pytest
-from ptx import nested
+from ptxcheck import nested
 
 HERE = Path(__file__).parent
+PATHS = (HERE.parent, HERE.parents[1])  # a plugin of tests/support, and rlplus
 # Not those of large shapes, which take hours, nor those that start a process, which sees no device.
 TOO_LARGE = "2_to_the_31 or stays_within or little_memory or as_exact_as_fp32_logits or give_the_same_bits"
 ELSEWHERE = "child_process or device_of_its_inputs"
 
 
 def run(cache: Path, *arguments: str | Path, **more: str) -> int:
-    command = nested.command(*arguments, plugin="ptx.device_plugin")
-    return nested.passed(processes.run(command, processes.LONG_S, env=nested.environment(cache, **more)))
-
-
-@pytest.mark.slow
-def test_the_device_behaves_as_one_and_its_misuse_is_found(tmp_path: Path) -> None:
-    assert run(tmp_path, nested.TESTS / "ptx" / "simulated_device.py") >= 20
+    command = nested.command(*arguments, plugin="ptxcheck.device_plugin")
+    return nested.passed(processes.run(command, processes.LONG_S, env=nested.environment(cache, *PATHS, **more)))
 
 
 @pytest.mark.slow

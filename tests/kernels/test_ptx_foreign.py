@@ -1,19 +1,20 @@
-"""tests/ptx on the kernels of others: Triton's tutorials in other words, Liger's and TRL's as they are published."""
+"""ptxcheck on the kernels of others: Triton's tutorials in other words, Liger's and TRL's as they are published."""
 
 from pathlib import Path
 
 import processes
 import pytest
 import releases
-from ptx import nested
+from ptxcheck import nested
 
 FOREIGN = Path(__file__).parent / "compiled_foreign.py"
 PUBLISHED = [("liger-kernel", "0.8.5", "liger", 10), ("trl", "1.16.0", "trl", 2)]  # and words and number of their tests
 
 
-def run(cache: Path, words: str, first: Path | None = None) -> int:
+def run(cache: Path, words: str, *first: Path) -> int:
+    """first: a folder to import from before all others."""
     command = nested.command(FOREIGN, "-k", words)
-    return nested.passed(processes.run(command, env=nested.environment(cache, first)))
+    return nested.passed(processes.run(command, env=nested.environment(cache, *first)))
 
 
 @pytest.mark.slow

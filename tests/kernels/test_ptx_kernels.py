@@ -1,4 +1,4 @@
-"""The product's kernels as Triton compiles them, executed by tests/ptx: values, findings and bits, without a GPU.
+"""The product's kernels as Triton compiles them, executed by ptxcheck: values, findings and bits, without a GPU.
 
 Each test starts pytest in a process in which Triton compiles; its tests are in compiled_kernels.py,
 compiled_invariance.py and compiled_divergence.py. The slow ones run also every test of the kernels that is written for
@@ -13,9 +13,10 @@ import pytest
 import tritons
 from compiled_launches import launched
 from kernel_names import KERNELS as NAMES
-from ptx import nested
+from ptxcheck import nested
 
 HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
 KERNELS, BITS, PAIRS = (HERE / f"compiled_{name}.py" for name in ("kernels", "invariance", "divergence"))
 INTERPRETED = [
     HERE / f"test_{name}.py" for name in ("kernels", "gemm_kernel", "token_kernel", "scale_kernel", "own_tokens")
@@ -24,10 +25,11 @@ INTERPRETED += [HERE.parent / "loss" / f"test_{name}.py" for name in ("exponenti
 
 
 def start(
-    cache: Path, *arguments: str | Path, triton: str | None = None, plugin: str = "ptx", **more: str
+    cache: Path, *arguments: str | Path, triton: str | None = None, plugin: str = "ptxcheck", **more: str
 ) -> CompletedProcess[str]:
     """triton: one of `tritons.PINNED`; None = the installed one."""
-    environment = nested.environment(cache, tritons.folder(triton) if triton else None, **more)
+    first = [tritons.folder(triton)] if triton else []
+    environment = nested.environment(cache, *first, HERE.parent, ROOT, **more)
     return processes.run(nested.command(*arguments, plugin=plugin), processes.LONG_S, env=environment)
 
 
@@ -68,7 +70,7 @@ def test_the_kernels_of_blackwell(arch: str, gemms: bool, tmp_path: Path) -> Non
 @pytest.mark.parametrize("triton", tritons.PINNED)
 def test_the_kernels_of_the_tritons_of_every_torch(triton: str, tmp_path: Path) -> None:
     """One shape of each, and every tile and block."""
-    assert run(tmp_path, nested.TESTS / "ptx" / "compiled.py", triton=triton) > 25
+    assert run(tmp_path, ROOT / "packages/ptxcheck/tests/compiled.py", triton=triton) > 25
     check_quick(tmp_path, triton)
     assert run(tmp_path, KERNELS, "-m", "slow", "-k", "every_tile or every_block", triton=triton) >= 16
 
@@ -80,4 +82,4 @@ def test_what_holds_in_the_interpreter_holds_of_the_compiled_code(path: Path, ar
     """Without whole runs, which load weights by the meta device: beside the simulated one it cannot be used. Without
     rows 2^31 elements apart: of each element between it is noted whether it was written."""
     words = ("-m", "not slow", "-k", "not (a_run_trains or sdpa or far_apart or lie_apart)")
-    assert run(tmp_path, path, *words, plugin="ptx.everywhere", PTX_ARCH=arch) >= 5
+    assert run(tmp_path, path, *words, plugin="ptxcheck.everywhere", PTX_ARCH=arch) >= 5

@@ -95,7 +95,7 @@ def imported_packages(text: str) -> set[str]:
 
 def test_the_name_of_a_file_says_which_it_is() -> None:
     """Also in a traceback, a search or an editor's tab."""
-    outside = ("docs", "examples", "experiments", "hub", "tests")
+    outside = ("docs", "examples", "experiments", "hub", "packages", "tests")
     files = [*MODULES, *(path for folder in outside for path in (PACKAGE.parent / folder).rglob("*.py"))]
     twice = {name for name, n in Counter(path.name for path in files).items() if n > 1}
     assert twice == {"__init__.py", "__main__.py", "conftest.py"}

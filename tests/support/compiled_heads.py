@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import torch
 from head_rows import DENTROPY, DLOGPROB, ENTROPY, LOGPROB, REFERENCE, WIDTH, begun, with_own
-from ptx.launcher import Run, findings_of
+from ptxcheck.launcher import Run, findings_of
 from torch import Tensor
 
 from rlplus.kernels import exponentials, row_values

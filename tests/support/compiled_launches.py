@@ -1,5 +1,5 @@
-"""For pytest, `-p support.compiled_launches` after `-p ptx`: says at the end which kernels were launched, for which
-GPU."""
+"""For pytest, `-p support.compiled_launches` after `-p ptxcheck`: says at the end which kernels were launched, and for
+which GPU."""
 
 import re
 from typing import Any
@@ -10,7 +10,7 @@ _launched: set[str] = set()
 
 
 def pytest_configure() -> None:
-    from ptx import launcher  # imports Triton, which `-p ptx` prepares
+    from ptxcheck import launcher  # imports Triton, which `-p ptxcheck` prepares
 
     execute = launcher.execute
 

@@ -31,7 +31,7 @@ from budgets import Row
 from draw_launches import draw_launches
 from kernel_estimate import Work, estimate, work_of
 from operation_counts import operation_rows
-from ptx.launcher import NoDevice
+from ptxcheck.launcher import NoDevice
 from rich.console import Console
 from rich.table import Table
 from sass import MMA, after_mma, parse

@@ -16,7 +16,7 @@ PAGES = [
     *(ROOT / name for name in ("AGENTS.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md")),
     *DECISIONS,
 ]
-PAGES += [ROOT / folder / "README.md" for folder in ("bench", "csrc", "experiments", "kernels", "tests/ptx")]
+PAGES += [ROOT / folder / "README.md" for folder in ("bench", "csrc", "experiments", "kernels", "packages/ptxcheck")]
 PAGES.append(ROOT / "rlplus/sandbox/SECURITY.md")
 
 

@@ -1,6 +1,6 @@
 """Costs of an operation of the loss on a device: launches, operations of torch, waits of the host, bytes of scratch.
 
-Counted on the simulated device of tests/ptx, which executes the kernels for that GPU; TRITON_INTERPRET must not be set.
+Counted on the simulated device of ptxcheck, which executes the kernels for that GPU; TRITON_INTERPRET must not be set.
 """
 
 from collections.abc import Callable, Iterator
@@ -12,7 +12,7 @@ import budgets
 import torch
 import torch.distributed as dist
 from head_cases import on_policy, sample
-from ptx.simulate import simulated
+from ptxcheck.simulate import simulated
 from thread_ranks import group_of
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 

@@ -1,4 +1,4 @@
-"""python simulated_runs.py FOLDER CASE...: train on a simulated GPU (ptx), verify and resume; test_simulated_gpu.py.
+"""python simulated_runs.py FOLDER CASE...: train on ptxcheck's simulated GPU, verify, resume; test_simulated_gpu.py.
 
 CASE: a preset, a name of SETTINGS or OPTIONAL, or "settings" for all of SETTINGS.
 
@@ -22,8 +22,8 @@ import peft  # noqa: F401
 import torch
 from device_cases import SETTINGS, check, draw_rewards, sections
 from mixtures import write_mixture
-from ptx.device import Device
-from ptx.simulate import simulated
+from ptxcheck.device import Device
+from ptxcheck.simulate import simulated
 from teachers import make_teacher
 from trainer_runs import write_task
 from transformers import AutoModelForCausalLM

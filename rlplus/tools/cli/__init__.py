@@ -28,8 +28,8 @@ from rlplus.tools.cli import (
 )
 
 TRAIN = (  # modules of the extra `train`
-    "accelerate", "deepspeed", "jinja2", "math_verify", "numpy", "pyarrow", "pydantic", "rich", "tensorboard",
-    "transformers", "yaml",
+    "accelerate", "deepspeed", "jinja2", "math_verify", "numpy", "pyarrow", "pydantic", "rich", "shtab",
+    "tensorboard", "transformers", "yaml",
 )  # fmt: skip
 MOVED = {("report", "--show"): "rlplus samples --help", ("plan", "--env"): "rlplus env"}
 
@@ -113,7 +113,8 @@ def _parser() -> argparse.ArgumentParser:
     # The `deepspeed` launcher puts it in front of the command, and sets LOCAL_RANK, which is what counts, too.
     parser.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
-    first, further = (init, convert, write_problems, train), (upload, env, completion)
+    first, further = (init, convert, write_problems, train), (upload, env)
     for command in (*first, watch, evaluate, plan, verify, report, samples, compare, *further):
         command.add(commands)
+    completion.add(commands, parser)
     return parser

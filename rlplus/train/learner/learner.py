@@ -145,10 +145,15 @@ class Learner:
         return applied
 
     def close(self) -> None:
-        """Release the model, which DeepSpeed's hooks, and with ZeRO-3 its caches, would keep in memory."""
+        """Release the model, which DeepSpeed's hooks, and with ZeRO-3 its caches, would keep in memory.
+
+        One method of ZeRO-3's coordinator has an lru_cache whose keys hold the coordinator, and with it the model.
+        `destroy` leaves it, and there is no plain way to clear it: DeepSpeed wraps the method in a function without
+        `__wrapped__`, so that only the wrapper's closure leads to the cache.
+        """
         self.engine.destroy()
         FWD_MODULE_STACK.clear()
-        for method in vars(PartitionedParameterCoordinator).values():  # one has a cache whose keys hold the coordinator
+        for method in vars(PartitionedParameterCoordinator).values():
             for cell in getattr(method, "__closure__", None) or ():
                 if hasattr(cell.cell_contents, "cache_clear"):
                     cell.cell_contents.cache_clear()
@@ -172,7 +177,9 @@ def _norm_limit(optimizer: Any, limit: float) -> Iterator[list[float]]:
 
     DeepSpeed computes the norm inside its step. If it is infinite, DeepSpeed clears the gradients and leaves weights
     and moments as they are. So a norm above the limit is reported as infinite; the norm is global, so all ranks do the
-    same.
+    same. There is no plain way: DeepSpeed has no setting for such a limit, clears the flag `overflow` when its step
+    begins, and hands out gradients one parameter at a time: a norm before the step would be a second pass, with code
+    for each ZeRO stage. Clipping to 0 would still decay weights and moments.
     """
     stage3 = hasattr(optimizer, "_get_norm_groups")  # which has no method for the norm of all groups
     name = "_get_norm_groups" if stage3 else "scaled_global_norm"

@@ -1,4 +1,7 @@
-"""Start pytest in a process of its own, where Triton compiles and the compiled code is executed."""
+"""Start pytest in a process of its own, where Triton compiles and the compiled code is executed.
+
+For tests in a process in which Triton interprets: `subprocess.run(command("my_tests.py"), env=environment(cache))`.
+"""
 
 import os
 import re
@@ -7,18 +10,16 @@ from collections.abc import Mapping
 from pathlib import Path
 from subprocess import CompletedProcess
 
-TESTS = Path(__file__).parent.parent
 
-
-def command(*arguments: str | Path, plugin: str = "ptx") -> list[str]:
+def command(*arguments: str | Path, plugin: str = "ptxcheck") -> list[str]:
     options = ["-p", plugin, "-p", "no:cacheprovider", "-q", "--no-header"]
     return [sys.executable, "-m", "pytest", *options, *map(str, arguments)]
 
 
-def environment(cache: Path, first: Path | None = None, **more: str) -> Mapping[str, str]:
-    """`first`: a folder before all others to import from, as of another Triton; `cache`: for what Triton compiles."""
-    paths = [str(path) for path in (first, TESTS, TESTS.parent) if path is not None]
-    new = {"PYTHONPATH": os.pathsep.join(paths), "TRITON_CACHE_DIR": str(cache)}
+def environment(cache: Path, *paths: str | Path, **more: str) -> Mapping[str, str]:
+    """cache: a folder for what Triton compiles; paths: to import from before all others, as of another Triton."""
+    places = [*map(str, paths), str(Path(__file__).parents[1])]
+    new = {"PYTHONPATH": os.pathsep.join(places), "TRITON_CACHE_DIR": str(cache)}
     return {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | new | more
 
 

@@ -1,11 +1,11 @@
-"""Refusals of tests/ptx, before anything runs: the instruction, its line, and the forms that are modelled."""
+"""Refusals of ptxcheck, before anything runs: the instruction, its line, and the forms that are modelled."""
 
 import pytest
-from ptx.checked_memory import Memory
-from ptx.executor import Executor
-from ptx.forms import FORMS
-from ptx.handwritten import module
-from ptx.program import Program, Unsupported
+from handwritten import module
+from ptxcheck.checked_memory import Memory
+from ptxcheck.executor import Executor
+from ptxcheck.forms import FORMS
+from ptxcheck.program import Program, Unsupported
 
 REFUSED = (
     "ld.weak.global.b32 %r1, [%rd1];", "st.local.b32 [%r1], %r1;", "ld.global.v8.b32 {%r1, %r2}, [%rd1];",

@@ -1,25 +1,19 @@
-"""Kernels with known answers, compiled and executed: test_ptx_launcher.py runs them with `-p ptx`."""
+"""Kernels with known answers, compiled and executed: test_ptx_launcher.py runs them with `-p ptxcheck`."""
 
 import re
 
+import picture
 import pytest
 import torch
 import triton
 import triton.language as tl
-
-from . import picture
-from .checked_memory import Memory
-from .executor import Options
-from .launcher import Run, executed, poison
+from ptxcheck.checked_memory import Memory
+from ptxcheck.executor import Options
+from ptxcheck.launcher import Run, executed, poison
 
 ARCHES = pytest.mark.parametrize("arch", [80, 90])
 SPECIAL = [0.0, -0.0, 1.0, 65504.0, 65520.0, 3.4e38, -1e-45, 1e-40, 6e-8, 5.96e-8, 2.98e-8, torch.inf, -torch.inf,
            torch.nan, 1.00390625, 1.01171875]  # fmt: skip
-
-
-@pytest.fixture(autouse=True)
-def poison_uninitialised_memory() -> None:
-    """The launcher's: what was never written is known, and not only a NaN."""
 
 
 @triton.jit
@@ -255,7 +249,7 @@ def test_a_mistake_in_the_compiled_code_is_found(name: str) -> None:
 
 @pytest.mark.skipif(triton.__version__ != "3.9.0", reason="another Triton's code differs")
 def test_the_picture_is_that_of_the_report() -> None:
-    assert picture.PICTURE.read_text() == picture.draw(), "want `python -m ptx.picture`"
+    assert picture.PICTURE.read_text() == picture.draw(), "want `python tests/picture.py`"
 
 
 def test_approximations_err_as_asked() -> None:

@@ -1,10 +1,10 @@
-"""Loads, stores and instructions of whole warps of tests/ptx against closed forms."""
+"""Loads, stores and instructions of whole warps of ptxcheck against closed forms."""
 
 import numpy as np
 import pytest
 import torch
-from ptx.executor import Options
-from ptx.handwritten import execute, module
+from handwritten import execute, module
+from ptxcheck.executor import Options
 from torch import Tensor
 
 LANE = torch.arange(32, dtype=torch.int32)

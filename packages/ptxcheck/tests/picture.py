@@ -1,4 +1,4 @@
-"""Draw race.svg, the picture of README.md, from the report of a race that is planted here: `python -m ptx.picture`.
+"""Draw race.svg, the picture of README.md, from the report of a race that is planted here: `python tests/picture.py`.
 
 TRITON_INTERPRET must not be set.
 """
@@ -10,11 +10,10 @@ from pathlib import Path
 import torch
 import triton
 import triton.language as tl
+from ptxcheck.checked_memory import WARP
+from ptxcheck.launcher import executed
 
-from .checked_memory import WARP
-from .launcher import executed
-
-PICTURE = Path(__file__).with_name("race.svg")
+PICTURE = Path(__file__).parents[1] / "race.svg"
 STYLE = """
 text { font: 14px ui-monospace, monospace; fill: #1f2328; }
 .head { font-weight: bold; } .small { font-size: 12px; }

@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from typing import Any
 
-from .checked_memory import Memory
-from .executor import Executor, Options
-from .program import Program
+from ptxcheck.checked_memory import Memory
+from ptxcheck.executor import Executor, Options
+from ptxcheck.program import Program
 
 REGISTERS = "\n".join(f".reg .{kind} %{name}<100>;" for kind, name in
                       (("pred", "p"), ("b16", "h"), ("b32", "r"), ("b64", "rd")))  # fmt: skip

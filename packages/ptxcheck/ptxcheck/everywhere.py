@@ -1,4 +1,4 @@
-"""For pytest, `-p ptx.everywhere`: whatever a test launch on CPU tensors is compiled for PTX_ARCH and executed.
+"""For pytest, `-p ptxcheck.everywhere`: whatever a test launch on CPU tensors is compiled for PTX_ARCH and executed.
 
 So tests written for Triton's interpreter check the compiled code. A test fails on a finding of the executor.
 """

@@ -1,4 +1,4 @@
-"""For pytest, `-p ptx`: compiled kernels in the tests, whatever TRITON_INTERPRET says.
+"""For pytest, `-p ptxcheck`: compiled kernels in the tests, whatever TRITON_INTERPRET says.
 
 It must be loaded before anything imports Triton. A test asks for one of two fixtures, and fails on a finding:
 
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 if "triton" in sys.modules and os.environ.get("TRITON_INTERPRET"):
-    raise pytest.UsageError("ptx: want to be loaded before Triton, by -p ptx; Triton interprets already")
+    raise pytest.UsageError("ptxcheck: want to be loaded before Triton, by -p ptxcheck; Triton interprets already")
 os.environ.pop("TRITON_INTERPRET", None)
 os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # as it was before Triton 3.10
 

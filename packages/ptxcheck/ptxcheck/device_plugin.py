@@ -1,4 +1,4 @@
-"""For pytest, `-p ptx.device_plugin`: tests as on a GPU of PTX_ARCH (90), on one simulated device for all of them.
+"""For pytest, `-p ptxcheck.device_plugin`: tests as on a GPU of PTX_ARCH (90), on one simulated device for all of them.
 
 So conftest and modules see CUDA when they are imported. PTX_COMPUTE=0: launches and GEMMs are counted, not computed. A
 test fails on a finding of the executor.

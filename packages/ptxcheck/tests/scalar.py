@@ -12,9 +12,8 @@ from fractions import Fraction
 from typing import Any
 
 import numpy as np
-
-from .opcodes import Opcode, lookup
-from .program import Program, Statement, Unsupported
+from ptxcheck.opcodes import Opcode, lookup
+from ptxcheck.program import Program, Statement, Unsupported
 
 WORD = {16: ctypes.c_uint16, 32: ctypes.c_uint32, 64: ctypes.c_uint64}
 

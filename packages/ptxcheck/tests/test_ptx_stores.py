@@ -1,11 +1,11 @@
-"""Stores by TMA in tests/ptx: two tiles through one buffer of shared memory, right and with mistakes."""
+"""Stores by TMA in ptxcheck: two tiles through one buffer of shared memory, right and with mistakes."""
 
 import pytest
 import torch
-from ptx.checked_memory import Memory
-from ptx.executor import Executor
-from ptx.handwritten import module
-from ptx.program import Program, Unsupported
+from handwritten import module
+from ptxcheck.checked_memory import Memory
+from ptxcheck.executor import Executor
+from ptxcheck.program import Program, Unsupported
 
 FENCE, BAR, COMMIT = "fence.proxy.async.shared::cta;\n", "bar.sync 0;\n", "cp.async.bulk.commit_group;\n"
 READ = "cp.async.bulk.wait_group.read 0;\n"

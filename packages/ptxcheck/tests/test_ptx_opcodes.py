@@ -1,17 +1,18 @@
-"""Every arithmetic instruction of tests/ptx against Python's integers and exact numbers; random programs as well."""
+"""Every arithmetic instruction of ptxcheck against Python's integers and exact numbers; random programs as well."""
 
 import itertools
 from fractions import Fraction
 
 import numpy as np
 import pytest
+import scalar
 import torch
-from ptx import opcodes, rounding, scalar
-from ptx.checked_memory import UNSIGNED
-from ptx.executor import Options
-from ptx.handwritten import execute, module
-from ptx.opcodes import TABLE, Opcode
-from ptx.program import Program
+from handwritten import execute, module
+from ptxcheck import opcodes, rounding
+from ptxcheck.checked_memory import UNSIGNED
+from ptxcheck.executor import Options
+from ptxcheck.opcodes import TABLE, Opcode
+from ptxcheck.program import Program
 
 LANES, THREADS = 256, 128
 CASES = [(row, types) for row in TABLE for types in row.types.split()]

@@ -1,4 +1,4 @@
-"""The simulated device: what it runs and refuses; test_ptx_device.py runs this with `-p ptx.device_plugin`."""
+"""The simulated device: what it runs and refuses; test_ptx_launcher.py runs this with `-p ptxcheck.device_plugin`."""
 
 from typing import Any
 
@@ -6,15 +6,9 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-
-from .checked_memory import POISON
-from .device import Device, SynchronisationError
-from .simulate import simulated
-
-
-@pytest.fixture(autouse=True)
-def poison_uninitialised_memory() -> None:
-    """The device's."""
+from ptxcheck.checked_memory import POISON
+from ptxcheck.device import Device, SynchronisationError
+from ptxcheck.simulate import simulated
 
 
 @triton.jit

@@ -5,4 +5,4 @@
 fixtures. Nothing here knows rlplus.
 """
 
-pytest_plugins = ("ptx.plugin",)  # for `-p ptx`: to import the package alone must not change Triton
+pytest_plugins = ("ptxcheck.plugin",)  # for `-p ptxcheck`: to import the package alone must not change Triton

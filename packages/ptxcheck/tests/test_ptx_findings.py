@@ -1,14 +1,14 @@
-"""Mistakes in small programs: tests/ptx must report each, and nothing in the program without it."""
+"""Mistakes in small programs: ptxcheck must report each, and nothing in the program without it."""
 
 from collections.abc import Callable
 
 import numpy as np
 import pytest
 import torch
-from ptx.checked_memory import POISON, Memory
-from ptx.executor import Executor, Options
-from ptx.handwritten import execute, module
-from ptx.program import Program, Unsupported
+from handwritten import execute, module
+from ptxcheck.checked_memory import POISON, Memory
+from ptxcheck.executor import Executor, Options
+from ptxcheck.program import Program, Unsupported
 
 N = 50
 # Elements 0 to N - 1, by two blocks of 32 threads.
