@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from rlplus.loss import Objective, policy_loss
+from rlplus.loss.objective import find_objective
 
 IMAGES = (  # arguments of the model that come with images
     *("pixel_values", "image_grid_thw", "num_images", "pixel_attention_mask", "spatial_shapes", "num_tiles"),
@@ -21,7 +22,7 @@ def objective_with(args: Any, objective: str | Objective | None) -> Objective | 
         return None
     if args.use_adaptive_entropy:
         raise ValueError("want use_adaptive_entropy False with an objective; got True: TRL's own loss (None) has it")
-    chosen = Objective.preset(objective) if isinstance(objective, str) else objective
+    chosen = find_objective(objective) if isinstance(objective, str) else objective
     for name, key in (("kl_coef", "beta"), ("entropy_coef", "entropy_coef")):
         want, got = getattr(chosen, name), getattr(args, key)
         if want not in (0.0, got):
