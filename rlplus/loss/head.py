@@ -129,7 +129,7 @@ class RunningStatistics:
 
 
 class Gradients(NamedTuple):
-    """The needed ones of dhidden (N, H), dweight (V, H), dbias (V,); the others have no elements.
+    """Gradients of hidden (N, H), weight (V, H) and bias (V,); one that is not needed is empty.
 
     The gradients of weight and bias are sums over chunks, so they accumulate in fp32 (fp64) and are rounded once.
     """
