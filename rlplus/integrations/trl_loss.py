@@ -36,11 +36,11 @@ def objective_with(args: Any, objective: str | Objective | None) -> Objective | 
 class Batch:
     """A micro-batch of GRPOTrainer: `inputs` as it has them, and per completion token (B, C):
 
-    mask      1 where a token counts
-    external  whether it is demonstrated
-    weight    the factor of its loss
-    factor    the factor >= 0 of its surrogate: TRL's correction of the sampler's mismatch, 0 for tokens left out
-    bonus     1 where the entropy bonus counts
+    - `mask`: 1 where a token counts
+    - `external`: whether it is demonstrated
+    - `weight`: the factor of its loss
+    - `factor`: the factor >= 0 of its surrogate: TRL's correction of the sampler's mismatch, 0 for tokens left out
+    - `bonus`: 1 where the entropy bonus counts
     """
 
     def __init__(self, inputs: dict[str, Any], mask: Tensor, external: Tensor, weight: Tensor) -> None:
