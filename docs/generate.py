@@ -14,6 +14,7 @@ from docs import (
     compatibility_page,
     decision_pages,
     first_step,
+    loss_figure,
     models_page,
     paper_figure,
     question_figures,
@@ -179,7 +180,7 @@ def measurements() -> str:
 
 
 def peers() -> str:
-    """The README's table: a few methods on a GPU."""
+    """A few methods on a GPU."""
     return output.gpu_table(output.load(ROOT / "bench/results")["gpu"]).strip()
 
 
@@ -303,9 +304,8 @@ def difference(tested: Tested, reference: str, method: str) -> str:
 
 
 PARTS: dict[str, dict[str, Callable[[], str]]] = {
-    "README.md": {"peers": peers},
+    "docs/kernels.md": {"measurements": measurements, "peers": peers},
     "docs/index.md": {"step": first_step.code},
-    "docs/kernels.md": {"measurements": measurements},
     "docs/pytorch.md": {
         "update-noise": partial(sampled_figure.update, table, ROOT),
         "noisy-training": partial(sampled_figure.training, table, ROOT),
@@ -351,6 +351,7 @@ def pages(derived: dict[str, dict[str, Callable[[], str]]] = PARTS) -> Iterator[
             text = with_part(text, part, make())
         yield ROOT / name, text
     yield ROOT / "docs/paper.svg", paper_figure.draw(most_repeated(PAPER), "RL-PLUS")
+    yield loss_figure.figure(ROOT)
     yield sampled_figure.figure(ROOT)
     yield from question_figures.figures(ROOT)
 
