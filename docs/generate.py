@@ -10,6 +10,7 @@ from pathlib import Path
 
 from bench import output
 from docs import (
+    api_page,
     community_page,
     compatibility_page,
     decision_pages,
@@ -305,6 +306,7 @@ def difference(tested: Tested, reference: str, method: str) -> str:
 
 PARTS: dict[str, dict[str, Callable[[], str]]] = {
     "docs/kernels.md": {"measurements": measurements, "peers": peers},
+    "docs/api.md": {name: partial(api_page.section, name, ROOT) for name in api_page.SECTIONS},
     "docs/index.md": {"step": first_step.code},
     "docs/pytorch.md": {
         "update-noise": partial(sampled_figure.update, table, ROOT),

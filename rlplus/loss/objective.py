@@ -206,3 +206,4 @@ OBJECTIVES: dict[str, Objective] = {
     "sft": _NLL,
     "dft": Objective(external="dft", gamma=0.0),
 }
+"""The objectives of the presets, by name."""
