@@ -4,6 +4,7 @@ FROM vllm/vllm-openai:v0.32.0
 WORKDIR /opt/rlplus
 COPY pyproject.toml setup.py LICENSE README.md ./
 COPY rlplus rlplus
+COPY src src
 COPY kernels kernels
 COPY configs configs
 COPY csrc csrc

@@ -87,7 +87,7 @@ hub:  ## build the losses as a kernel for Hugging Face's package `kernels`, in b
 
 clean:  ## remove the virtual environment, caches and build outputs; never a run
 	@if [ -e "$(MARK)" ]; then rm -rf "$(VENV)"; fi
-	rm -rf "$(VENV).lock" .venv-peers .venv-prime-rl rlplus/_C.so build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf "$(VENV).lock" .venv-peers .venv-prime-rl rlplus/_C.so build dist site *.egg-info src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -not -path "./$(VENV)/*" -prune -exec rm -rf {} +
 
 force:

@@ -10,13 +10,13 @@ GROUP = 8  # sequences: seven sampled, one demonstrated
 class Case:
     """One set of tensors, and the methods measured on it in turn.
 
-    forward    logprobs only, without gradients
-    shares     share of rows with a gradient; the first is for all methods, the others for those named in `sparse`
-    external   share of demonstrated rows
-    scattered  rows without a gradient have weight 0 and lie anywhere; else they are whole groups of zero advantage
-    seconds    what the case may take; measuring stops after the round in which it is spent
-    memory, accuracy   whether these are measured, once per method, at the first share
-    profiled   methods of which one call is timed by kernel
+    - `forward`: logprobs only, without gradients
+    - `shares`: share of rows with a gradient; the first is for all methods, the others for those named in `sparse`
+    - `external`: share of demonstrated rows
+    - `scattered`: rows without a gradient have weight 0 and lie anywhere; else they are whole groups of zero advantage
+    - `seconds`: what the case may take; measuring stops after the round in which it is spent
+    - `memory`, `accuracy`: whether these are measured, once per method, at the first share
+    - `profiled`: methods of which one call is timed by kernel
     """
 
     name: str

@@ -16,7 +16,7 @@ KERNELS = 20  # rows at most; the other kernels are summed in one
 
 def package_root() -> Path:
     """The folder from which this package is imported under its current name."""
-    return Path(__file__).parents[str(__package__).count(".") + 1]
+    return Path(__file__).parents[str(__package__).count(".")].resolve().parent  # src/rlplus is a link
 
 
 def revision(root: Path | None = None) -> str:

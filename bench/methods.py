@@ -24,10 +24,10 @@ class Method:
     """kind says which loss: "policy" (RL-PLUS), "grpo", "cross-entropy" (mean over the rows with a gradient), "forward"
     (logprobs only), "bare" (GEMMs), or "other" (a policy loss whose gradients are not compared).
 
-    package    the distribution that it comes from
-    device     the only type of device it runs on; None = any
-    compiles   its first call takes long
-    into       it adds the weight's gradient to a buffer that exists, instead of making one
+    - `package`: the distribution that it comes from
+    - `device`: the only type of device it runs on; None = any
+    - `compiles`: its first call takes long
+    - `into`: it adds the weight's gradient to a buffer that exists, instead of making one
     """
 
     name: str

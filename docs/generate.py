@@ -10,10 +10,12 @@ from pathlib import Path
 
 from bench import output
 from docs import (
+    api_page,
     community_page,
     compatibility_page,
     decision_pages,
     first_step,
+    loss_figure,
     models_page,
     paper_figure,
     preset_uses,
@@ -180,7 +182,7 @@ def measurements() -> str:
 
 
 def peers() -> str:
-    """The README's table: a few methods on a GPU."""
+    """A few methods on a GPU."""
     return output.gpu_table(output.load(ROOT / "bench/results")["gpu"]).strip()
 
 
@@ -304,9 +306,9 @@ def difference(tested: Tested, reference: str, method: str) -> str:
 
 
 PARTS: dict[str, dict[str, Callable[[], str]]] = {
-    "README.md": {"peers": peers},
+    "docs/kernels.md": {"measurements": measurements, "peers": peers},
+    "docs/api.md": {name: partial(api_page.section, name, ROOT) for name in api_page.SECTIONS},
     "docs/index.md": {"step": first_step.code},
-    "docs/kernels.md": {"measurements": measurements},
     "docs/pytorch.md": {
         "update-noise": partial(sampled_figure.update, table, ROOT),
         "noisy-training": partial(sampled_figure.training, table, ROOT),
@@ -352,6 +354,7 @@ def pages(derived: dict[str, dict[str, Callable[[], str]]] = PARTS) -> Iterator[
             text = with_part(text, part, make())
         yield ROOT / name, text
     yield ROOT / "docs/paper.svg", paper_figure.draw(most_repeated(PAPER), "RL-PLUS")
+    yield loss_figure.figure(ROOT)
     yield sampled_figure.figure(ROOT)
     yield from question_figures.figures(ROOT)
 

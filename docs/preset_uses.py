@@ -37,7 +37,7 @@ PAGES = {
     "experiments/compare/results/updates.json": ("updates", "what-decides.md#how-many-updates-a-step"),
     "experiments/compare/results/paper-sizes.json": ("sizes", "what-decides.md#how-large-the-model"),
     "experiments/compare/results/distillation.json": ("self-distillation", "distillation.md#does-it-teach"),
-    "experiments/compare/results/segments.json": ("segments", "decisions/134-segments.md"),
+    "experiments/compare/results/segments.json": ("segments", "decisions/034-overlap-and-segments.md"),
     "experiments/compare/results/sampled.json": ("sampled pass", "pytorch.md#does-the-noise-change-training"),
     "experiments/real/results/cpu.json": ("pretrained", "pretrained.md#what-has-run"),
 }

@@ -76,9 +76,9 @@ class Problem:
 class Task:
     """A task of the family, as far as the base model learns it.
 
-    hard       numbers of a hard problem; more make longer responses
-    transfer   whether the base model also learns problems that are never trained on later: other numbers of numbers,
-               and subtraction
+    - `hard`: numbers of a hard problem; more make longer responses
+    - `transfer`: whether the base model also learns problems that are never trained on later: other numbers of numbers,
+      and subtraction
     """
 
     hard: int = HARD
@@ -128,11 +128,11 @@ class Task:
 class Demonstrator:
     """The author of demonstrations, whose answers are always right.
 
-    order   "forward" writes running sums as the base model learned to; "backward" starts from the last number, which
-            the base model never saw
-    noise   probability that a digit of the running sums, not of the answer, is drawn anew
-    copies  whether it begins with the first number, as the base model learned to; else with the sum of two, a form that
-            the base model never saw and has the parts of
+    - `order`: "forward" writes running sums as the base model learned to; "backward" starts from the last number, which
+      the base model never saw
+    - `noise`: probability that a digit of the running sums, not of the answer, is drawn anew
+    - `copies`: whether it begins with the first number, as the base model learned to; else with the sum of two, a form
+      that the base model never saw and has the parts of
     """
 
     order: Literal["forward", "backward"] = "forward"

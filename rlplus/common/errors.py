@@ -36,7 +36,7 @@ def check_name(what: str, name: object, valid: Iterable[str]) -> None:
 
 def install_command(extra: str) -> str:
     """The command that installs the optional packages of an extra, in a checkout or beside an installed wheel."""
-    if (Path(__file__).parents[2] / "pyproject.toml").exists():
+    if (Path(__file__).resolve().parents[2] / "pyproject.toml").exists():
         return f'pip install -e ".[{extra}]"'
     return f'pip install "rlplus[{extra}]"'
 

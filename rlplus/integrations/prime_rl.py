@@ -19,7 +19,8 @@ from prime_rl.trainer.rl.loss import LossInputs, LossOutputs
 from torch import Tensor
 
 from rlplus.integrations.interface import check_interface
-from rlplus.loss import Objective, linear_logprob, policy_loss
+from rlplus.loss import linear_logprob, policy_loss
+from rlplus.loss.objective.objective import find_objective
 
 HEAD = ("self", "hidden_states", "labels", "temperature")
 INTERFACE = {  # functions and classes of prime-rl that are replaced or called, and their arguments
@@ -50,7 +51,7 @@ def loss(inputs: LossInputs, objective: str = "rlplus", **changes: Any) -> LossO
     A token whose loss weight (`rl_weights` of prime-rl's samples) is negative is a demonstration's, and the weight's
     size is its weight. Its inference_logprobs are the policy's, as a prefill computes them.
     """
-    preset = Objective.preset(objective)
+    preset = find_objective(objective)
     chosen = replace(preset, **{"kl_coef": 0.0, "entropy_coef": 0.0, **changes})
     mask, weight = inputs.loss_mask, inputs.loss_weights
     value, stats = policy_loss(

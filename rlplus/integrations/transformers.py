@@ -70,14 +70,14 @@ def fuse_head(
 
     Changes lm in place and returns it. Called with `targets`, it returns a `FusedOutput`; without, what it always did,
     for generation. Both work inside DDP, DeepSpeed, FSDP, peft and torch.compile. Each call looks the head up: it may
-    be a copy among peft's modules_to_save, or a new one of `resize_token_embeddings`.
+    be a copy among peft's modules_to_save, or a new one of `resize_token_embeddings`. The model's call then takes:
 
-      targets   (B, T) int64: the token that the state at each position predicts, which is `input_ids` moved to the
-                left by one; -100 where there is none (prompt, padding): such positions stay out of the head's products,
-                but under torch.compile. With the class's logits_to_keep=K: (B, K). Virtual tokens of prompt tuning have
-                none, if `fuse_head` was given the peft model
-      policy    arguments of `rlplus.linear_policy_loss` by name: objective, advantage, token_weight and so on. Those
-                per token are (B, T), advantage also one per sequence; token_weight is 0 where there is no target
+    - `targets` (B, T) int64: the token that the state at each position predicts, which is `input_ids` moved to the left
+      by one; -100 where there is none (prompt, padding): such positions stay out of the head's products, but under
+      torch.compile. With the class's logits_to_keep=K: (B, K). Virtual tokens of prompt tuning have none, if
+      `fuse_head` was given the peft model.
+    - `policy`: arguments of `rlplus.linear_policy_loss` by name: objective, advantage, token_weight and so on. Those
+      per token are (B, T), advantage also one per sequence; token_weight is 0 where there is no target.
 
     temperature, max_scratch_mb, backward, backend: for every call, see `linear_policy_loss`; a second `fuse_head`
     replaces them. dtype: the product with the head's weight has it; None is autocast's, or else the hidden states'.

@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from rlplus.loss import Objective, policy_loss
+from rlplus.loss.objective.objective import find_objective
 
 IMAGES = (  # arguments of the model that come with images
     *("pixel_values", "image_grid_thw", "num_images", "pixel_attention_mask", "spatial_shapes", "num_tiles"),
@@ -21,7 +22,7 @@ def objective_with(args: Any, objective: str | Objective | None) -> Objective | 
         return None
     if args.use_adaptive_entropy:
         raise ValueError("want use_adaptive_entropy False with an objective; got True: TRL's own loss (None) has it")
-    chosen = Objective.preset(objective) if isinstance(objective, str) else objective
+    chosen = find_objective(objective) if isinstance(objective, str) else objective
     for name, key in (("kl_coef", "beta"), ("entropy_coef", "entropy_coef")):
         want, got = getattr(chosen, name), getattr(args, key)
         if want not in (0.0, got):
@@ -35,11 +36,11 @@ def objective_with(args: Any, objective: str | Objective | None) -> Objective | 
 class Batch:
     """A micro-batch of GRPOTrainer: `inputs` as it has them, and per completion token (B, C):
 
-    mask      1 where a token counts
-    external  whether it is demonstrated
-    weight    the factor of its loss
-    factor    the factor >= 0 of its surrogate: TRL's correction of the sampler's mismatch, 0 for tokens left out
-    bonus     1 where the entropy bonus counts
+    - `mask`: 1 where a token counts
+    - `external`: whether it is demonstrated
+    - `weight`: the factor of its loss
+    - `factor`: the factor >= 0 of its surrogate: TRL's correction of the sampler's mismatch, 0 for tokens left out
+    - `bonus`: 1 where the entropy bonus counts
     """
 
     def __init__(self, inputs: dict[str, Any], mask: Tensor, external: Tensor, weight: Tensor) -> None:

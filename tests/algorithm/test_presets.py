@@ -2,13 +2,14 @@
 
 import dataclasses
 import math
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
 from same_bits import CASES
 
-from rlplus import Objective, policy_loss
+from rlplus import OBJECTIVES, Objective, policy_loss
+from rlplus.loss.objective.objective import PresetName
 from rlplus.train.algorithm import (
     ALGORITHMS,
     Critic,
@@ -158,6 +159,10 @@ def test_prime_is_its_authors() -> None:
 def test_no_preset_is_untested_and_the_default_is_rlplus() -> None:
     assert set(ALGORITHMS) == set(PRESETS)
     assert Objective() == Objective.preset("rlplus")
+
+
+def test_editors_know_the_presets() -> None:
+    assert get_args(PresetName) == tuple(OBJECTIVES)
 
 
 def test_objective_is_frozen_and_replaceable() -> None:

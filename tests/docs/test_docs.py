@@ -2,14 +2,17 @@
 
 import ast
 import importlib.util
+import os
 import re
 import shlex
+import sys
 import tomllib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import processes
 import pytest
 import torch
 import yaml
@@ -80,11 +83,11 @@ def test_links_lead_to_files_and_headings(path: Path) -> None:
 
 
 def check_readme(page: ModuleType) -> None:
-    whole = rlplus.linear_policy_loss(page.hidden, page.head, page.target, backend="reference", **page.constants,
-                                      external=page.external)  # fmt: skip
-    torch.testing.assert_close(page.out.loss, whole.loss)
+    whole = (page.hidden @ page.weight.T).log_softmax(-1)
+    torch.testing.assert_close(page.logprob, whole.gather(-1, page.tokens[:, None]).squeeze(-1))
+    torch.testing.assert_close(page.entropy, -(whole.exp() * whole).sum(-1))
     assert page.hidden.grad.any()
-    assert page.head.grad.any()
+    assert page.weight.grad.any()
 
 
 def check_pytorch(page: ModuleType) -> None:
@@ -155,6 +158,22 @@ def test_python_runs(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
             del table[name]
     page = module_from(copy)
     CHECKS.get(path.name, lambda page: None)(page)
+
+
+@pytest.mark.parametrize("name", ["README.md", "docs/index.md"])
+def test_the_first_code_runs_outside_of_the_checkout(name: str, tmp_path: Path) -> None:
+    """In a process that finds nothing else of it than an editable installation does; it prints something."""
+    first = next(block for block in blocks(ROOT / name) if block.language == "python")
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+    done = processes.run([sys.executable, "-c", first.text], cwd=tmp_path, env=environment)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("tensor([")
+
+
+def test_the_first_screen_is_short_and_begins_with_the_demo_and_the_tests() -> None:
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 80
+    first = next(block for block in blocks(ROOT / "README.md") if block.language == "bash")
+    assert [*commands(first)][:2] == [["make", "demo"], ["make", "test"]]
 
 
 # ---- commands

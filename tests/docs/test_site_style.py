@@ -23,7 +23,7 @@ def test_the_drawn_figure_is_dark_where_the_page_is() -> None:
         (ROOT / "docs/style.css").read_text(),
         re.MULTILINE,
     )
-    figure = re.compile(r"!\[.*?\]\((\S+\.svg)\)")
+    figure = re.compile(r"!\[.*?\]\((?:docs/)?(\S+\.svg)\)")
     assert set(rules) == {name for page in MANUAL for name in figure.findall(page.read_text())}
     others = {page.parent / name for page in PAGES if page not in MANUAL for name in figure.findall(page.read_text())}
     assert all("prefers-color-scheme: dark" in path.read_text() for path in others), (

@@ -28,7 +28,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     copy = tmp_path_factory.mktemp("source")
     for name in ("pyproject.toml", "setup.py", "LICENSE", "README.md"):
         shutil.copy(ROOT / name, copy)
-    for name in ("rlplus", "kernels", "configs", "csrc", "bench", "experiments"):
+    for name in ("rlplus", "kernels", "configs", "csrc", "bench", "experiments", "src"):
         shutil.copytree(ROOT / name, copy / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__", "*.so"))
     (copy / "kernels" / "probe.py").write_text("import triton\n")
     return copy
@@ -94,6 +94,31 @@ def test_bench_runs_from_the_wheel_and_installs_no_package_of_its_name(installed
     assert "naive torch" in run(installed / "bin/rlplus-bench", "--list", cwd=tmp_path, path=installed)
     run("-m", "rlplus.bench", "--suite", "quick", "--only", "torch", "--repeats", "1", cwd=tmp_path, path=installed)
     assert (tmp_path / "runs/bench/quick.json").exists()
+
+
+EDITABLE = """
+import sys
+from setuptools.build_meta import build_editable
+build_editable(sys.argv[1])
+"""
+
+
+def test_an_editable_installation_is_a_path_that_editors_follow(source: Path, tmp_path: Path) -> None:
+    """With nothing but rlplus in it: another folder of the checkout could stand for a package of its name."""
+    run("-c", EDITABLE, tmp_path, cwd=source, RLPLUS_EXT="0")
+    (wheel,) = tmp_path.glob("*.whl")
+    with zipfile.ZipFile(wheel) as file:
+        (name,) = (name for name in file.namelist() if ".dist-info/" not in name)
+        place = file.read(name).decode().strip()
+    assert name.endswith(".pth")
+    assert [each.name for each in Path(place).iterdir() if each.suffix != ".egg-info"] == ["rlplus"]
+    script = """
+import rlplus
+from rlplus.common.errors import install_command
+assert rlplus.__file__.startswith({place!r}), rlplus.__file__
+assert install_command("train") == 'pip install -e ".[train]"'
+"""
+    run("-c", script.format(place=place), cwd=tmp_path, path=Path(place))
 
 
 def build_wheel(source: Path, out: Path, **variables: str) -> Path:

@@ -60,6 +60,7 @@ PRESET = Addition(
     "gentle",
     {
         "rlplus/loss/objective/objective.py": (
+            ('"dr-grpo", ', '"gentle", "dr-grpo", '),
             ('    "dr-grpo": _', '    "gentle": _rollouts("clip", clip_low=0.1),\n    "dr-grpo": _'),
         ),
         "rlplus/train/algorithm/presets.py": (

@@ -24,18 +24,18 @@ def batch_advantages(
 
     rewards (n,) floating; group_ids (n,) int64; include (n,) bool or None: which rows enter the statistics. mean and n
     are a row's group's, std has n - 1 in its denominator, and whiten(x) = (x - mean of x) / (std of x + eps)
-    over the batch, in which a response counts once per token; tokens (n,) int64 is required there.
+    over the batch, in which a response counts once per token; tokens (n,) int64 is required there. The estimators:
 
-      group               group_advantages(normalize_std=False): R - mean
-      leave-one-out       R - mean of the others: RLOO (Ahmadian et al., arXiv 2402.14740)
-      batch               whiten(R): REINFORCE++ (arXiv 2501.03262)
-      group-batch         whiten(R - mean): REINFORCE++ with baseline
-      batch-std           (R - mean) / (std of R over the batch + eps): TRL's scale_rewards="batch"
-      mean                (R - mean) / mean, 0 where the mean is 0: maximum likelihood RL
-      pass@k              mean over all subsets of k responses of the group that contain this one of (1 if one of them
-                          is right, else 0) - pass@k, over the standard deviation sqrt(pass@k (1 - pass@k)): pass@k
-                          training (arXiv 2508.10751). Right is a reward of 1 or more. 0 where pass@k is 0 or 1. In a
-                          group of fewer than k responses, because some were left out, k is their number
+    - "group": group_advantages(normalize_std=False), R - mean.
+    - "leave-one-out": R - mean of the others, RLOO (Ahmadian et al., arXiv 2402.14740).
+    - "batch": whiten(R), REINFORCE++ (arXiv 2501.03262).
+    - "group-batch": whiten(R - mean), REINFORCE++ with baseline.
+    - "batch-std": (R - mean) / (std of R over the batch + eps), TRL's scale_rewards="batch".
+    - "mean": (R - mean) / mean, 0 where the mean is 0, maximum likelihood RL.
+    - "pass@k": pass@k training (arXiv 2508.10751). The mean over all subsets of k responses of the group that contain
+      this one of (1 if one of them is right, else 0) - pass@k, over the standard deviation sqrt(pass@k (1 - pass@k)).
+      Right is a reward of 1 or more. 0 where pass@k is 0 or 1. In a group of fewer than k responses, because some were
+      left out, k is their number.
 
     Raises ValueError as group_advantages does, for missing tokens, and for k below 1.
     """

@@ -67,7 +67,9 @@ def log_ratios(d: Tensor, beta: float) -> tuple[Tensor, Tensor]:
 def value_and_gradient(logp: Tensor, logq: Tensor, beta: float) -> tuple[Tensor, Tensor]:
     """The divergence (N,) and its derivative by the student's logits (N, V), without autograd; logp is overwritten.
 
-        forward_kl p - q        reverse_kl p (log(p / q) - K)        jsd (1 - beta) p (log(p / m) - K)
+    - "forward_kl": p - q
+    - "reverse_kl": p (log(p / q) - K)
+    - "jsd": (1 - beta) p (log(p / m) - K)
 
     K = sum p log(p / q), or of p / m. The terms of a divergence are not negative: with log(p / q) comes q - p, whose
     sum is 0, so that small divergences are not differences of larger numbers.

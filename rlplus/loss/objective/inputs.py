@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlplus.loss.objective.objective import OBJECTIVES, Objective
+from rlplus.loss.objective.objective import OBJECTIVES, Objective, find_objective
 from rlplus.loss.objective.tokens import TokenConstants
 
 
@@ -63,7 +63,7 @@ def objective_of(given: object) -> Objective:
     if given is None:
         return OBJECTIVES["rlplus"]
     if isinstance(given, str):
-        return Objective.preset(given)
+        return find_objective(given)
     if not isinstance(given, Objective):
         raise ValueError(f"want objective an rlplus.Objective or the name of a preset; got {type(given).__name__}")
     return given

@@ -22,6 +22,13 @@ from rlplus.loss.objective.surrogates import EXTERNAL, INTERNAL
 KL_ESTIMATORS = ("k2", "k3", "k3-unbiased")
 MISMATCH_MODES = ("truncate", "mask")
 Reduction = Literal["token", "sequence", "constant", "official"]
+PresetName = Literal[  # the keys of OBJECTIVES (tested), for editors and type checkers
+    "rlplus", "rlplus-no-eba", "rlplus-no-mis", "rlplus-proxy", "rlplus-omega", "rlplus-bayes", "rlplus-official",
+    "rlplus-official-no-eba", "rlplus-official-no-mis", "rlplus-official-proxy", "rlplus-official-omega",
+    "rlplus-official-bayes", "luffy", "exgrpo", "grpo", "grpo-official", "grpo-sft", "relift", "hpt", "superrl",
+    "uft", "prefix-rft", "bread", "srft", "chord", "dr-grpo", "pope", "dapo", "simplerl", "ppo", "prime", "gspo",
+    "cispo", "sapo", "dppo", "gkd", "opd", "opsd", "sdft", "sdpo", "sft", "dft",
+]  # fmt: skip
 AdvantageEstimator = Literal["group", "leave-one-out", "batch", "group-batch", "batch-std", "mean", "pass@k"]
 
 # The ranges of the fields of an objective, in the words of JSON schema.
@@ -133,10 +140,15 @@ class Objective:
         return surrogate.terms is not None and (advantage != 0 or not surrogate.weighted)
 
     @classmethod
-    def preset(cls, name: str) -> "Objective":
+    def preset(cls, name: PresetName) -> "Objective":
         """The objective of a published algorithm, one of `OBJECTIVES`; ValueError names the nearest one."""
-        check_name("objective", name, OBJECTIVES)
-        return OBJECTIVES[name]
+        return find_objective(name)
+
+
+def find_objective(name: str) -> Objective:
+    """`Objective.preset` of a name that no type checker has seen, such as a configuration's."""
+    check_name("objective", name, OBJECTIVES)
+    return OBJECTIVES[name]
 
 
 def _rollouts(internal: str, **fields: Any) -> Objective:
@@ -194,3 +206,4 @@ OBJECTIVES: dict[str, Objective] = {
     "sft": _NLL,
     "dft": Objective(external="dft", gamma=0.0),
 }
+"""The objectives of the presets, by name."""

@@ -69,11 +69,12 @@ def token_weights(
     """Mask and normaliser in one: loss = sum over tokens of weight * token loss.
 
     mask (...) bool or 0/1; sequences are its rows or, when packed, given per token by sequence_ids (...) int64.
-    Returns (...) fp32: 0 where masked, elsewhere
-      token      1 / total_tokens                                 (DAPO; RL-PLUS here)
-      sequence   1 / (total_sequences * the sequence's own length) (original GRPO)
-      constant   1 / (total_sequences * max_length)               (Dr.GRPO)
-      official   1 / (ranks * max_length)                         (the official RL-PLUS and LUFFY scripts)
+    Returns (...) fp32: 0 where masked, elsewhere, by `reduction`:
+
+    - "token": 1 / total_tokens (DAPO; RL-PLUS here).
+    - "sequence": 1 / (total_sequences * the sequence's own length) (original GRPO).
+    - "constant": 1 / (total_sequences * max_length) (Dr.GRPO).
+    - "official": 1 / (ranks * max_length) (the official RL-PLUS and LUFFY scripts).
 
     The totals span the *global* batch, all micro-batches and ranks; None means that this mask is all of it.
     A sequence counts when it has an unmasked token. With external (...) bool given, internal and external tokens have

@@ -49,28 +49,28 @@ def linear_divergence(
     max_scratch_mb: float | None = None,
     backend: str = "auto",
 ) -> DivergenceLoss:
-    """The divergence of a student from a teacher over the whole vocabulary, straight from the inputs of both heads.
+    """The divergence of a student from a teacher over the whole vocabulary, from the inputs of both heads.
 
-    hidden (..., H), weight (V, H), bias (V,) or None; teacher_hidden (..., G), teacher_weight (V, G), teacher_bias: of
-    one vocabulary, whose hidden sizes may differ. Dtypes, logits, temperatures, precision and max_scratch_mb are as in
-    `linear_policy_loss`; teacher_temperature: None = temperature.
-    teacher_topk (tokens, logprobs), (..., k) each, int64 or int32 and floating, takes the place of all that begins with
-                 teacher_: k tokens of the teacher per row, each once, in any order, and their logprobs. The divergence
-                 is that of k + 1 classes, the tokens and all others together: at most the one over the vocabulary, and
-                 the same with k = V. Three GEMMs. The others' probability, 1 less the sum, is at least the epsilon of
-                 the logprobs' dtype (1.2e-7 in fp32): give them in fp64 where smaller ones matter
-    kind         p of the student, q of the teacher: "reverse_kl", sum p log(p / q); "forward_kl", sum q log(q / p);
-                 "jsd", beta sum q log(q / m) + (1 - beta) sum p log(p / m), m = beta q + (1 - beta) p. beta (None: 1/2)
-                 is as in TRL's GKD: a jsd of beta 0 is forward_kl, of beta 1 reverse_kl
-    token_weight (...): loss = sum of token_weight * divergence, see `token_weights`. It is needed beforehand because
-                 the gradients are computed with the loss, in four GEMMs: two for logits, two for gradients. A loss that
-                 weighs the divergences of tokens afterwards would compute the logits again, in six
-    backward, threshold, seed   as in `linear_policy_loss`. "sampled" takes the two GEMMs of logits alone, or the one
-                 with teacher_topk: an element of the logits' gradient of at least `threshold` times its row's sum of
-                 absolute values is kept, a smaller one with a probability in proportion to its size
-    backend      "torch", "triton" (CUDA; bf16, fp16, fp32), "reference" or "auto", as in `linear_policy_loss`; "cpp"
-                 has no divergence, and "auto" on a CPU is "torch". With teacher_topk "torch", which is "auto" on every
-                 device, or "reference"
+    - `hidden` (..., H), `weight` (V, H), `bias` (V,) or None; `teacher_hidden` (..., G), `teacher_weight` (V, G),
+      `teacher_bias`: one vocabulary; the hidden sizes may differ. Dtypes, logits, temperatures, precision and
+      max_scratch_mb are as in `linear_policy_loss`; teacher_temperature: None = temperature.
+    - `teacher_topk`: (tokens, logprobs), (..., k) each, int64 or int32 and floating, takes the place of all that begins
+      with teacher_: k tokens of the teacher per row, each once, in any order, and their logprobs. The divergence is
+      over k + 1 classes, the tokens and all others together: at most the one over the vocabulary, and the same with
+      k = V. It takes three GEMMs. The others' probability, 1 less the sum, is at least the epsilon of the logprobs'
+      dtype (1.2e-7 in fp32): give them in fp64 where smaller ones matter.
+    - `kind`, with p of the student and q of the teacher: "reverse_kl", sum p log(p / q); "forward_kl",
+      sum q log(q / p); "jsd", beta sum q log(q / m) + (1 - beta) sum p log(p / m), m = beta q + (1 - beta) p.
+    - `beta`: None = 1/2. As in TRL's GKD, a jsd of beta 0 is forward_kl, of beta 1 reverse_kl.
+    - `token_weight` (...): loss = sum of token_weight * divergence, see `token_weights`. It is needed beforehand
+      because the gradients are computed with the loss, in four GEMMs: two for logits, two for gradients. A loss that
+      weighs the divergences of tokens afterwards would compute the logits again, in six.
+    - `backward`, `threshold`, `seed`: as in `linear_policy_loss`. "sampled" takes the two GEMMs of logits alone, or the
+      one with teacher_topk: an element of the logits' gradient of at least `threshold` times its row's sum of absolute
+      values is kept, a smaller one with a probability in proportion to its size.
+    - `backend`: "torch", "triton" (CUDA; bf16, fp16, fp32), "reference" or "auto", as in `linear_policy_loss`; "cpp"
+      has no divergence, and "auto" on a CPU is "torch". With teacher_topk "torch", which is "auto" on every device, or
+      "reference".
 
     The teacher is constant. A teacher_hidden that requires a gradient is refused, as it holds a graph that nothing
     will use; a teacher_weight may require one, and gets none.

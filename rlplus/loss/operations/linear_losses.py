@@ -66,59 +66,64 @@ def linear_policy_loss(
     group: "ProcessGroup | None" = None,
     backend: str = "auto",
 ) -> PolicyLoss:
-    """The RL-PLUS loss (eq. 7, or another `objective`, or the name of its preset) straight from the head's inputs.
+    """The loss of a policy (RL-PLUS eq. 7, or another `objective`) from the hidden states and the head's weight.
 
-    hidden (..., H), weight (V, H), bias (V,) or None, of floating dtypes; target (...) int64 or int32. The product has
-    hidden's dtype; weight and bias of another dtype are rounded to it (copies during the call). Gradients are sums in
+    The logits are never stored whole. loss = sum of token_weight * token loss, see `token_weights`.
+
+    - `hidden` (..., H), `weight` (V, H), `bias` (V,) or None: floating dtypes. The product has hidden's dtype; weight
+      and bias of another dtype are rounded to it (copies during the call).
+    - `target` (...): int64 or int32, the tokens whose logprobs the loss is of.
+    - `old_logprob` (...): under the policy that sampled; None = the current policy (one update per batch).
+    - `advantage` (...): floating, integer or bool; it may be one per sequence, (..., 1) or (...) without the last axis.
+    - `token_weight` (...): the mask and the divisor of the loss in one. Rows of weight 0 are left out by selection:
+      their contents, NaN included, change no bit of loss and gradients, and their target and temperature may be
+      anything.
+    - `external` (...): bool or integer, whether a token is demonstrated; None = no token is.
+    - `behavior_logprob` (...): under the demonstrations' author, when known.
+    - `ref_logprob`, `engine_logprob` (...): needed by objective.kl_coef and objective.mismatch_cap.
+    - `entropy_weight` (...): weights of the entropy bonus; None = token_weight.
+    - `logit_scale`, `logit_softcap`, `temperature`: logits = softcap * tanh(x / softcap) / temperature, where
+      x = scale * (hidden weight^T + bias); without a softcap, x / temperature. `rlplus.head_of` reads scale and softcap
+      from a model. temperature is a number, or a floating tensor, 0-d or one per token (...), used in fp32 (fp64) and
+      without a gradient.
+    - `objective`: an `Objective` or the name of a preset; None = "rlplus".
+    - `backward`: "exact", "sampled", or "auto", which is the value of the environment variable RLPLUS_BACKWARD, else
+      "exact". "sampled" replaces the GEMMs of the backward pass by sums over some ten rows for each token of a peaked
+      policy (`backends/sampled.py`). Only probabilities of at least `threshold`, and the target's element, have a
+      gradient of their own; each other p is kept with probability p / threshold and counts as the threshold, so the
+      gradients have the exact mean. The relative error of the logits' gradient is about
+      sqrt(stats["sampled_variance"] / stats["sampled_square"]), but for an entropy bonus and a softcap. The host waits
+      for numbers of elements. It does not support backend "reference" or a CUDA graph. The ranks of a split head draw
+      from their own rows, with one `seed`.
+    - `threshold`: the default, 2^-12, is an error of 1.3e-3 on rows of a policy of .24 nats; at a quarter of it the
+      error is about half as large and there are twice as many elements. A row that would keep more than 512 elements
+      has a larger threshold, 1 / 512, and is counted in stats["sampled_flat"].
+    - `seed`: of the random numbers, one for each token. Use another one at each call, else noise adds up. None = the
+      next numbers of torch's generator, which torch.compile(fullgraph=True) needs.
+    - `max_scratch_mb`: memory for logits, 10^6 bytes; None = 1250. Half-precision inputs also have an accumulator
+      (V, H) of the weight's gradient in fp32, with backward "sampled" for the drawn tokens' rows alone.
+    - `weight_grad` (V, H): contiguous, fp32 (fp64 for fp64 inputs), in memory that no input uses. This call adds the
+      gradient of weight to it, without later factors of the loss. The backward pass then returns no gradient of weight,
+      and is not needed if hidden and bias need no gradient.
+    - `kept`: (offsets, tokens), int64 or int32. Row i of the rows in order was sampled from the tokens between
+      offsets[i] and offsets[i + 1] alone (top-p, top-k, min-p), and its policy is the softmax over these: no other
+      logit is computed. In fp32 (fp64), by torch with every backend. A row without any has the whole vocabulary. The
+      target is among them, and each is there once.
+    - `group`: a process group that has the head. Each rank's weight and bias are some of its rows, in the order of
+      ranks, perhaps none; target counts all of them, and hidden, target and what is per token are the same on every
+      rank, and so are the results. The gradient of hidden is whole, those of weight and bias are of the rank's rows.
+      All ranks must call, and run backward, alike. A DTensor of one mesh dimension, Shard(0), is such a head without
+      `group`.
+    - `backend`: "torch", "cpp", "triton" (CUDA; bf16, fp16, fp32), "reference" or "auto", which the environment
+      variable RLPLUS_BACKEND replaces. "auto" is cpp for CPU tensors where it is built; triton for CUDA tensors of
+      compute capability 8.0 or more where its self-check passed (a child process, once per kind of device and versions)
+      and the first call of each size agrees with plain products; else torch.
+
+    Precision: logits are accumulated and kept in fp32 (fp64 for fp64 inputs), whatever autocast and torch.backends say
+    about TF32: products of fp32 matrices have full precision during the call, in all threads. Gradients are sums in
     fp32 (fp64), rounded to the dtype of their input when they are complete, and in half precision once more where the
-    loss is scaled before the backward pass. The gradient of the logits, which they are products of, is rounded too: to
-    hidden's half precision by triton, by torch on CUDA and by cpp for bf16, if the processor multiplies it.
-    logits = softcap * tanh(x / softcap) / temperature, x = scale * (hidden weight^T + bias); without a softcap, x /
-    temperature. `rlplus.head_of` reads logit_scale and logit_softcap from a model. temperature: a number, or a floating
-    tensor, 0-d or one per token (...), used in fp32 (fp64) and without a gradient. Logits are accumulated and kept in
-    fp32 (fp64 for fp64 inputs), whatever autocast and torch.backends say about TF32: products of fp32 matrices have
-    full precision during the call, in all threads.
-    Per token (...): logprobs floating; weights floating; advantage floating, integer or bool; external bool or integer,
-    or None if no token is. advantage may be one per sequence, (..., 1) or (...) without the last axis.
-    loss = sum of token_weight * token loss, see `token_weights`.
-      old_logprob        under the policy that sampled; None = the current policy (one update per batch)
-      behavior_logprob   under the demonstrations' author, when known
-      ref_logprob, engine_logprob   needed by objective.kl_coef and objective.mismatch_cap
-      entropy_weight     weights of the entropy bonus; None = token_weight
-    Rows of weight 0 are left out by selection: their contents, NaN included, change no bit of loss and gradients,
-    and their target and temperature may be anything.
-
-    backward           "exact", "sampled", or "auto": what the environment variable RLPLUS_BACKWARD says, else "exact".
-                       "sampled": of a row's probabilities only those of at least `threshold`, and the target's element,
-                       have their own gradient; each other p is kept with probability p / threshold and counts as the
-                       threshold. So the gradients have the exact mean, and the backward pass has no GEMM: it adds up
-                       some ten rows for each token of a peaked policy (`backends/sampled.py`). The relative error of
-                       the logits' gradient is about sqrt(stats["sampled_variance"] / stats["sampled_square"]), but for
-                       an entropy bonus and a softcap. The host waits for numbers of elements. Not with backend
-                       "reference" or a CUDA graph. The ranks of a split head draw from their own rows, with one `seed`
-    threshold          the default, 2^-12, is an error of 1.3e-3 on rows of a policy of .24 nats; at a quarter of it the
-                       error and the number of elements are half and twice as large, about. A row that would keep more
-                       than 512 elements has a larger one, 1 / 512, and is counted in stats["sampled_flat"]
-    seed               of the random numbers, one for each token; another one at each call, else noise adds up. None:
-                       the next ones of torch's generator, which torch.compile(fullgraph=True) wants
-    max_scratch_mb     memory for logits, 10^6 bytes; None = 1250. Beside it half-precision inputs have an accumulator
-                       (V, H) of the weight's gradient in fp32, with backward "sampled" of the drawn tokens' rows alone
-    weight_grad        (V, H), contiguous, fp32 (fp64 for fp64 inputs), in memory that no input uses: the gradient of
-                       weight is added there by this call, without later factors of the loss. The backward pass then
-                       returns no gradient of weight, and is not needed if hidden and bias need no gradient
-    kept               (offsets, tokens), int64 or int32: row i of the rows in order was sampled from the tokens between
-                       offsets[i] and offsets[i + 1] alone (top-p, top-k, min-p), and its policy is the softmax over
-                       these: no other logit is computed. In fp32 (fp64), by torch with every backend. A row without any
-                       has the whole vocabulary. The target is among them, and each is there once
-    group              a process group that has the head: each rank's weight and bias are some of its rows, in the order
-                       of ranks, perhaps none; target counts all of them, and hidden, target and what is per token are
-                       the same on every rank, on which the results are the same. The gradient of hidden is whole, those
-                       of weight and bias are of the rank's rows. All ranks must call, and run backward, alike. A
-                       DTensor of one mesh dimension, Shard(0), is such a head without `group`
-    backend            "torch", "cpp", "triton" (CUDA; bf16, fp16, fp32), "reference" or "auto", which the environment
-                       variable RLPLUS_BACKEND replaces: cpp for CPU tensors where it is built; triton for CUDA tensors
-                       of compute capability 8.0 or more where its self-check passed (a child process, once per kind of
-                       device and versions) and the first call of each size agrees with plain products; else torch
+    loss is scaled before the backward pass. Before these products the logits' gradient is rounded to hidden's half
+    precision by triton, by torch on CUDA, and by cpp for bf16 if the processor multiplies it.
 
     The same inputs, options and number of threads give the same bits on every backend; on CUDA as far as cuBLAS does,
     which it does within one stream. Other chunks, threads or backends: the same up to rounding.

@@ -146,19 +146,20 @@ def model_states(config: Config, model: Model, cluster: Cluster) -> States:
     """Weights, gradients and AdamW's states; P parameters of b bytes, T of them trained, over R ranks.
 
     ZeRO (Rajbhandari et al., 2020, section 5) as DeepSpeed 0.19 does it:
-    weights           b P, less where they are quantized; stage 3: b P / R; offloaded: 0
-    optimizer         12 T / R: fp32 weights, a second copy also where the model is fp32, and two moments (of 8 bits:
-                      6.03 T / R); offloaded: 0
-    gradients         of g bytes, 4 unless train.deepspeed says otherwise. Stage 1: g T, stages 2 and 3: g T / R; and a
-                      bucket of g B, B = min(T, reduce_bucket_size), twice that with overlap_comm in stages 1 and 2.
-                      Stage 3 keeps both between steps. Offloaded: in stage 3, and in stage 2 if g = b, the bucket only
-    reducing          if g > b, while the model runs: stage 1 g T / R, the reduced gradient; stages 2 and 3 g max(B, the
-                      largest parameter), a copy in the collective; stage 3 only if T > B, else it is done after
-    gathered          stage 3: b min(P, stage3_max_live_parameters) while the model runs; P without a sharded head
-    update            the gradient in fp32, in stages 1 and 2 in place of the one above, and one temporary of AdamW's
-                      (on the CPU two): 8 T / R; in stage 3 of at most sub_group_size parameters at a time; offloaded: 0
-    host              offloaded: 16 T / R (states and fp32 gradients), in stage 3 and in stage 2 if g = b g T / R more,
-                      b P / R, of each rank of a node
+
+    - `weights`: b P, less where they are quantized; stage 3: b P / R; offloaded: 0
+    - `optimizer`: 12 T / R: fp32 weights, a second copy also where the model is fp32, and two moments (of 8 bits: 6.03
+      T / R); offloaded: 0
+    - `gradients`: of g bytes, 4 unless train.deepspeed says otherwise. Stage 1: g T, stages 2 and 3: g T / R; and a
+      bucket of g B, B = min(T, reduce_bucket_size), twice that with overlap_comm in stages 1 and 2. Stage 3 keeps both
+      between steps. Offloaded: in stage 3, and in stage 2 if g = b, the bucket only
+    - `reducing`: if g > b, while the model runs: stage 1 g T / R, the reduced gradient; stages 2 and 3 g max(B, the
+      largest parameter), a copy in the collective; stage 3 only if T > B, else it is done after
+    - `gathered`: stage 3: b min(P, stage3_max_live_parameters) while the model runs; P without a sharded head
+    - `update`: the gradient in fp32, in stages 1 and 2 in place of the one above, and one temporary of AdamW's (on the
+      CPU two): 8 T / R; in stage 3 of at most sub_group_size parameters at a time; offloaded: 0
+    - `host`: offloaded: 16 T / R (states and fp32 gradients), in stage 3 and in stage 2 if g = b g T / R more, b P / R,
+      of each rank of a node
     """
     P, T, b, R = model.parameters, model.trainable, model.itemsize, cluster.gpus
     check_eight_bit(config.train, T, R)

@@ -11,13 +11,13 @@ Shape = Literal["linear", "cosine", "gradient-norm"]
 class ExternalSchedule:
     """The `external_coef` of each step, starting from the objective's.
 
-    shape   "linear", "cosine" (half a period): to `end`, which may be 0, over `steps` steps, and `end` from then on.
-            "gradient-norm": external_coef times n_ext / (n_ext + n_int), the norms of the gradients that demonstrated
-            and sampled tokens had in the previous step, at a coefficient of 1: demonstrations count as long as the
-            policy is far from them. The idea is SASR's (arXiv 2505.13026), whose exact formula is not published
-            clearly: this one is ours. A norm belongs to the gradient with respect to the logits, for each token
-            |dloss / dlogprob| (1 - p), which is exact to within a factor of sqrt(2)
-    end, steps   of linear and cosine
+    - `shape`: "linear", "cosine" (half a period): to `end`, which may be 0, over `steps` steps, and `end` from then on.
+      "gradient-norm": external_coef times n_ext / (n_ext + n_int), the norms of the gradients that demonstrated and
+      sampled tokens had in the previous step, at a coefficient of 1: demonstrations count as long as the policy is far
+      from them. The idea is SASR's (arXiv 2505.13026), whose exact formula is not published clearly: this one is ours.
+      A norm belongs to the gradient with respect to the logits, for each token |dloss / dlogprob| (1 - p), which is
+      exact to within a factor of sqrt(2)
+    - `end`, `steps`: of linear and cosine
     """
 
     shape: Shape

@@ -30,28 +30,29 @@ MismatchLevel = Literal["token", "sequence", "geometric"]
 class Algorithm:
     """An objective and everything else that defines an algorithm.
 
-    reduction        the normaliser, see `token_weights`
-    advantage        what a reward is compared with, see `batch_advantages`
-    advantage_k      k of advantage "pass@k"
-    normalize_std    whether advantages of "group" are divided by the group's standard deviation
-    demonstrations   "none"; "group": a demonstration is a member of its group; "apart": it is excluded from the
-                     group's statistics and has separate denominators, but still replaces a rollout unless the recipe
-                     says otherwise (`in_place`); "only": no rollouts at all
-    external_reduction   the normaliser of demonstrations, whose denominators then leave out sampled
-                     tokens: each kind has its own mean, as in RL-PLUS eq. 7. None = `reduction`, over both kinds
-                     together unless demonstrations are "apart"
-    ratio_level      "token", or "sequence" (GSPO, arXiv 2507.18071): the geometric mean of the sequence's ratios
-    mismatch_level   the mismatch weight of a "token", the product over its "sequence", or their "geometric" mean
-    top_entropy      the share of sampled tokens that has a surrogate: those with the highest entropy
-    external_top_entropy   the same of demonstrated tokens, whose surrogate is one of an advantage
-    external_schedule  how the objective's external_coef changes from step to step; None = constant
-    recipe           options of one of `RECIPES`: what a step does around the objective
-    refill           which groups are dropped and replaced by new draws; None = each step trains on one draw
-    shaping          changes to the grader's reward before advantages are computed; None = no change
-    skip_grad_norm   updates whose gradient has a larger global norm are skipped; 0 = off
-    reward_kl_coef   factor of a KL penalty: this times k1 = log p - log p_ref, under the policy that sampled, is
-                     subtracted from the reward of each sampled token, or, in recipes without token rewards, its sum
-                     from the response's reward; 0 = off
+    - `reduction`: the normaliser, see `token_weights`
+    - `advantage`: what a reward is compared with, see `batch_advantages`
+    - `advantage_k`: k of advantage "pass@k"
+    - `normalize_std`: whether advantages of "group" are divided by the group's standard deviation
+    - `demonstrations`: "none"; "group": a demonstration is a member of its group; "apart": it is excluded from the
+      group's statistics and has separate denominators, but still replaces a rollout unless the recipe says otherwise
+      (`in_place`); "only": no rollouts at all
+    - `external_reduction`: the normaliser of demonstrations, whose denominators then leave out sampled tokens: each
+      kind has its own mean, as in RL-PLUS eq. 7. None = `reduction`, over both kinds together unless demonstrations are
+      "apart"
+    - `ratio_level`: "token", or "sequence" (GSPO, arXiv 2507.18071): the geometric mean of the sequence's ratios
+    - `mismatch_level`: the mismatch weight of a "token", the product over its "sequence", or their "geometric" mean
+    - `top_entropy`: the share of sampled tokens that has a surrogate: those with the highest entropy
+    - `external_top_entropy`: the same of demonstrated tokens, whose surrogate is one of an advantage
+    - `external_schedule`: how the objective's external_coef changes from step to step; None = constant
+    - `recipe`: options of one of `RECIPES`: what a step does around the objective
+    - `refill`: which groups are dropped and replaced by new draws; None = each step trains on one draw
+    - `shaping`: changes to the grader's reward before advantages are computed; None = no change
+    - `skip_grad_norm`: updates whose gradient has a larger global norm are skipped; 0 = off
+    - `reward_kl_coef`: factor of a KL penalty: this times k1 = log p - log p_ref, under the policy that sampled, is
+      subtracted from the reward of each sampled token, or, in recipes without token rewards, its sum from the
+      response's reward; 0 = off
+
     Any of ratio_level, mismatch_level and the top entropies adds one forward pass before an update, several of them
     together also one; ratio_level adds none before the first update on samples of the current policy, where every ratio
     is 1.

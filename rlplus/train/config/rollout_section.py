@@ -109,8 +109,8 @@ class RolloutConfig(Section):
     """A generation without a new token for longer hangs: an engine's process is then started again, as one that dies;
     in the other modes the run stops."""
     transfer: Literal["memory", "nccl", "ipc"] = "memory"
-    """Way of the weights to a vLLM server. memory: on the trainer's machine, checksummed. nccl: from GPU to GPU, on any
-    machine. ipc: on the ranks' own GPUs. The last two are vLLM's, and have not run: docs/compatibility.md."""
+    """How weights are sent to a vLLM server. memory: on the trainer's machine, checksummed. nccl: from GPU to GPU, on
+    any machine. ipc: on the ranks' own GPUs. The last two are vLLM's, and have not run: docs/compatibility.md."""
     server_url: Annotated[str, Field(pattern=r"^https?://")] | None = None
     """Address of the server, such as http://localhost:8000."""
     weights_folder: str | None = None

@@ -94,8 +94,8 @@ class TrainConfig(Section):
     max_nonfinite: Count = 3
     """Updates in a row with a non-finite loss or gradient that stop the run; each is skipped."""
     overlap: Annotated[int, Field(ge=0, le=1000), BeforeValidator(_as_count)] = 0
-    """k > 0: generate batches while others train, k with the same weights, and so by the policy of 1 to k steps before;
-    the ratio is to that policy. true is 1, false 0."""
+    """k > 0: generate batches while others train. Weights are pushed every k steps, so a batch is 1 to k steps old; the
+    ratio is to the policy that sampled it. true is 1, false 0."""
 
     @model_validator(mode="after")
     def _check_length(self) -> Self:

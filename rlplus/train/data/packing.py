@@ -25,31 +25,31 @@ def per_token(value: Value | Sequence[Value], tokens: int) -> Iterable[Value]:
 class Sample:
     """One trajectory: a prompt and a response. Token ids.
 
-    group           the batch's example that it answers
-    external        demonstrated, not sampled: one value for the response, or one per token
-    truncated       the response was cut at the length limit
-    engine_logprob  the rollout engine's logprob of each response token; None = unknown (demonstrations)
-    behavior_logprob  of each response token under the demonstration's author; None = unknown
-    reward          the grader's, from `Recipe.credit` on as shaped by the algorithm; NaN = masked: the grader failed,
-                    and the sample is left out of everything that depends on a reward
-    status, detail  the grader's, see `rlplus.train.reward.Score`; "ok" for an ungraded response
-    grade           `reward` as the grader gave it; None = not shaped
-    token_reward    further rewards of the response's tokens; `reward` is given at the last one; None = 0
-    advantage       one value for the response, or one per token
-    trained         whether a token has a loss: one value, or one per token; the others, such as a tool's answer, are
-                    context only
-    metrics         further numbers of a rollout function, by name, which are logged
-    scored          the reward came with the response, which is not graded
-    value, returns  of the state before each response token: a learner's value, and its target; None = unknown
-    kept            the tokens that each response token was sampled from (rollout.top_k): its policy is the softmax over
-                    these, in every logprob above and in the loss; None = the whole vocabulary
-    experts         with rollout.routing_replay the experts (tokens, layers, k) that the engine chose for the first
-                    tokens of prompt and response, see `rlplus.common.chosen_experts`; None = unknown
-    teacher_prompt  the prompt under which a teacher sees the response, if it is another one
-    teacher_topk    a teacher's k likeliest tokens at each place of the response and their logprobs, int32 and float32
-                    (tokens, k); None = not asked
-    segments        with rollout.segment the sampled parts of the response, in order: the version of the weights that
-                    sampled it, and its number of tokens
+    - `group`: the batch's example that it answers
+    - `external`: demonstrated, not sampled: one value for the response, or one per token
+    - `truncated`: the response was cut at the length limit
+    - `engine_logprob`: the rollout engine's logprob of each response token; None = unknown (demonstrations)
+    - `behavior_logprob`: of each response token under the demonstration's author; None = unknown
+    - `reward`: the grader's, from `Recipe.credit` on as shaped by the algorithm; NaN = masked: the grader failed, and
+      the sample is left out of everything that depends on a reward
+    - `status`, `detail`: the grader's, see `rlplus.train.reward.Score`; "ok" for an ungraded response
+    - `grade`: `reward` as the grader gave it; None = not shaped
+    - `token_reward`: further rewards of the response's tokens; `reward` is given at the last one; None = 0
+    - `advantage`: one value for the response, or one per token
+    - `trained`: whether a token has a loss: one value, or one per token; the others, such as a tool's answer, are
+      context only
+    - `metrics`: further numbers of a rollout function, by name, which are logged
+    - `scored`: the reward came with the response, which is not graded
+    - `value`, `returns`: of the state before each response token: a learner's value, and its target; None = unknown
+    - `kept`: the tokens that each response token was sampled from (rollout.top_k): its policy is the softmax over
+      these, in every logprob above and in the loss; None = the whole vocabulary
+    - `experts`: with rollout.routing_replay the experts (tokens, layers, k) that the engine chose for the first tokens
+      of prompt and response, see `rlplus.common.chosen_experts`; None = unknown
+    - `teacher_prompt`: the prompt under which a teacher sees the response, if it is another one
+    - `teacher_topk`: a teacher's k likeliest tokens at each place of the response and their logprobs, int32 and float32
+      (tokens, k); None = not asked
+    - `segments`: with rollout.segment the sampled parts of the response, in order: the version of the weights that
+      sampled it, and its number of tokens
     """
 
     prompt: Sequence[int]

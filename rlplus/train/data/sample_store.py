@@ -28,21 +28,22 @@ _STEP = re.compile(r"step-(\d+)(-.*)?\.parquet")
 class KeptSample:
     """A prompt and a response; the lists have a value per token of the response. None: unknown.
 
-    step                the step of training; for an evaluation the last one done, None for a model outside of a run
-    problem             the number of the row in the data, counted from 0
-    benchmark           of an evaluation, else empty
-    response            as it was graded
-    reward, status      the grader's, see `Score`, the reward as the algorithm shapes it; none where the grader failed
-    truncated           the response was cut at the length limit
-    tokens              their texts, special tokens included
-    external            demonstrated, not sampled
-    logprob, entropy    in nats, of the distribution that is sampled from, under the policy before the step's first
-                        update; an evaluation's logprobs are the engine's
-    exploration_weight  (1 - p)^gamma, of demonstrated tokens
-    advantage           as the loss has it
-    answer              the reference; empty in older files, as is `detail`
-    detail              the grader's reason, see `rlplus.train.reward.Score`; empty without one
-    grade               the grader's reward where the algorithm shaped it; None: as `reward`
+    - `step`: the step of training; for an evaluation the last one done, None for a model outside of a run
+    - `problem`: the number of the row in the data, counted from 0
+    - `benchmark`: of an evaluation, else empty
+    - `response`: as it was graded
+    - `reward`, `status`: the grader's, see `Score`, the reward as the algorithm shapes it; none where the
+      grader failed
+    - `truncated`: the response was cut at the length limit
+    - `tokens`: their texts, special tokens included
+    - `external`: demonstrated, not sampled
+    - `logprob`, `entropy`: in nats, of the distribution that is sampled from, under the policy before the step's first
+      update; an evaluation's logprobs are the engine's
+    - `exploration_weight`: (1 - p)^gamma, of demonstrated tokens
+    - `advantage`: as the loss has it
+    - `answer`: the reference; empty in older files, as is `detail`
+    - `detail`: the grader's reason, see `rlplus.train.reward.Score`; empty without one
+    - `grade`: the grader's reward where the algorithm shaped it; None: as `reward`
     """
 
     step: int | None

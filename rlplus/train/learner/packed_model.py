@@ -23,9 +23,9 @@ class PackedModel(nn.Module):
 
     The `forward` of the head is replaced, so that ZeRO-3's hooks on that module gather its weight around the fused op.
     `group`: the ranks that share each micro-batch with this one; it is then called with this rank's shard.
-    gathers_head: False where the op has the head's rows itself (`ShardedHead`): ZeRO-3 gathers a weight that is as much
-    as looked at. masks: whether sequences of a row are kept apart by a mask, or, where the model allows it, by an
-    attention of their own; None = by the length of the rows. replay: whether a micro-batch's experts are replayed.
+    gathers_head: False where the op has the head's rows itself (`ShardedHead`): ZeRO-3 gathers a weight as soon as code
+    reads it. masks: whether sequences of a row are kept apart by a mask, or, where the model allows it, by an attention
+    of their own; None = by the length of the rows. replay: whether a micro-batch's experts are replayed.
     """
 
     def __init__(

@@ -43,15 +43,15 @@ class Task(Protocol):
 class Response:
     """An unfinished response of at most `max_tokens` tokens. All lists have one entry per token.
 
-    tokens     ids of everything behind the prompt
-    trained    whether the policy sampled the token: only these have a loss
-    logprob    the engine's, for the tokens that are trained on; for others anything
-    ended      the policy drew an end token, or there is no room left
-    truncated  it ended for want of room
-    reward     None: the run's reward grades the text
-    metrics    further numbers about it by name, whose means a step logs as environment/NAME
-    kept       with rollout.top_k the tokens that were kept for each token that is trained on; else none
-    experts    with rollout.routing_replay those that the engine chose, for the tokens before the last sampled one
+    - `tokens`: ids of everything behind the prompt
+    - `trained`: whether the policy sampled the token: only these have a loss
+    - `logprob`: the engine's, for the tokens that are trained on; for others anything
+    - `ended`: the policy drew an end token, or there is no room left
+    - `truncated`: it ended for want of room
+    - `reward`: None: the run's reward grades the text
+    - `metrics`: further numbers about it by name, whose means a step logs as environment/NAME
+    - `kept`: with rollout.top_k the tokens that were kept for each token that is trained on; else none
+    - `experts`: with rollout.routing_replay those that the engine chose, for the tokens before the last sampled one
     """
 
     task: Task

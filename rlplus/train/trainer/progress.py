@@ -10,14 +10,14 @@ IDLE_STEPS = 4  # consecutive steps without an update: fewer may be chance in sm
 class Progress:
     """A run's counts.
 
-    step         steps done
-    generated    tokens
-    nonfinite    by model, consecutive updates skipped for a non-finite gradient
-    idle         consecutive steps without an update, since this process started
-    interrupted  the signal that ended the run, 0 without one
-    external_share  of the last gradient, see `rlplus.train.algorithm.ExternalSchedule`
-    best         the step and mean reward of the best validation, the first among equals; None before any
-    since_best   validations since then in which something could be graded
+    - `step`: steps done
+    - `generated`: tokens
+    - `nonfinite`: by model, consecutive updates skipped for a non-finite gradient
+    - `idle`: consecutive steps without an update, since this process started
+    - `interrupted`: the signal that ended the run, 0 without one
+    - `external_share`: of the last gradient, see `rlplus.train.algorithm.ExternalSchedule`
+    - `best`: the step and mean reward of the best validation, the first among equals; None before any
+    - `since_best`: validations since then in which something could be graded
 
     config: the run's, with the steps of its epochs.
     """

@@ -25,8 +25,8 @@ from rlplus.train.trainer.metrics import Tally, tally_segments
 class Drawn:
     """A `Batch` before scoring, with the `indices` of its examples in the run's data; the form in checkpoints.
 
-    version: of the weights that sampled it, or its last segment: the number of steps that made them; None while it
-    waits for that. unfinished: the number of responses behind it that had not ended then.
+    version: the step of the weights that sampled it, or its last segment; None until then. unfinished: the number of
+    responses behind it that had not ended then.
     """
 
     indices: list[int]
