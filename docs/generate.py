@@ -19,6 +19,7 @@ from docs import (
     question_figures,
     sampled_figure,
     what_fits,
+    which_method,
 )
 from docs.configuration_keys import keys, table
 from experiments import significance
@@ -327,6 +328,12 @@ PARTS: dict[str, dict[str, Callable[[], str]]] = {
         "variants": partial(tested_by_permutation, "variants", "Against p/p_ω"),
         "prefixes": partial(tested_by_permutation, "prefixes", "Against GRPO"),
     },
+    "docs/which-method.md": {
+        "which-method": partial(which_method.decision, table),
+        "beside-grpo": partial(which_method.beside_grpo, table),
+        "contrast": partial(which_method.contrast, table),
+        "forms": partial(which_method.forms, table),
+    },
     "docs/theory.md": {name: partial(theory.table, rows) for name, rows in theory.TABLES.items()},
 }
 # Parts that take minutes, written with --plan.
@@ -353,6 +360,7 @@ def pages(derived: dict[str, dict[str, Callable[[], str]]] = PARTS) -> Iterator[
     yield ROOT / "docs/paper.svg", paper_figure.draw(most_repeated(PAPER), "RL-PLUS")
     yield sampled_figure.figure(ROOT)
     yield from question_figures.figures(ROOT)
+    yield which_method.figure(ROOT)
 
 
 if __name__ == "__main__":
