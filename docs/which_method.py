@@ -12,7 +12,7 @@ from docs.paper_figure import STYLE
 from experiments.significance import exact_interval, finds_the_skill, permutation_p, right_samples
 from experiments.toy.familiarity import FAMILIARITY
 from rlplus.compare.outcomes import Outcome, Results
-from rlplus.evaluation import join, paired_difference
+from rlplus.evaluation import Evaluation, join, paired_difference
 from rlplus.report.tables import interval, percent
 
 Table = Callable[[tuple[str, ...], Iterator[tuple[str, ...]]], str]
@@ -172,12 +172,16 @@ def comparison_rows(columns: int) -> Iterator[tuple[str, ...]]:
         yield (f"**{form}**", *[""] * (columns - 1))
         for runs in every:
             grpo, ours = runs.paired("GRPO", "RL-PLUS")
-            of_seeds = ([join(list(one.results.values()), seed=one.seed) for one in each] for each in (grpo, ours))
-            difference = interval(paired_difference(*of_seeds, 1), "+")
+            difference = interval(paired_difference(joined(grpo), joined(ours), 1), "+")
             p = permutation_p([right_samples(b) - right_samples(a) for a, b in zip(grpo, ours, strict=True)])
             cells = (short_result(runs, method) for method in METHODS)
             seen = (runs.demonstrations, runs.rate, str(len(ours)), f"{familiarity(ours):.2f}")
             yield (*seen, *cells, f"{difference.text} ({difference.detail})", "< .0001" if p < 1e-4 else f"{p:.4f}")
+
+
+def joined(outcomes: Sequence[Outcome]) -> list[Evaluation]:
+    """The evaluation of each run on all problems."""
+    return [join(list(one.results.values()), seed=one.seed) for one in outcomes]
 
 
 def short_result(runs: Runs, method: str) -> str:
@@ -248,8 +252,8 @@ def figure(root: Path) -> tuple[Path, str]:
 
 def drawn() -> Iterator[str]:
     bottom = TOP + LINE * (len(DRAWN) + len(FORMS))
-    for (name, (_, kind)), x in zip(OFFSETS.items(), (LABELS, LABELS + 110), strict=True):
-        yield f'<g class="{kind}"><circle cx="{x + 4}" cy="14" r="4"/></g><text x="{x + 14}" y="18">{name}</text>'
+    for (name, (_, kind)), left in zip(OFFSETS.items(), (LABELS, LABELS + 110), strict=True):
+        yield f'<g class="{kind}"><circle cx="{left + 4}" cy="14" r="4"/></g><text x="{left + 14}" y="18">{name}</text>'
     for mark in (0, 25, 50, 75, 100):
         x = LABELS + PANEL * mark / 100
         yield f'<line class="grid" x1="{x:g}" x2="{x:g}" y1="{TOP - 14}" y2="{bottom}"/>'

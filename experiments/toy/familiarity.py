@@ -1,7 +1,7 @@
 """How likely a base model of the toy task finds demonstrations in each form.
 
-`python -m experiments.toy.familiarity FOLDER` measures it. The folder keeps the base models, a minute or two each on one
-core; familiarity.json beside this file receives the numbers, which docs/which-method.md shows.
+`python -m experiments.toy.familiarity FOLDER` measures it. The folder keeps the base models, a minute or two each on
+one core; familiarity.json beside this file receives the numbers, which docs/which-method.md shows.
 """
 
 import argparse
