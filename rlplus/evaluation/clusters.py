@@ -6,8 +6,8 @@ Intervals over few such seeds are too narrow, and differences seem clear that ar
 from collections.abc import Sequence
 from statistics import fmean
 
-FEW_SEEDS = 20  # below it two outcomes mislead
-LEAST_GAP = 0.1  # between the groups
+FEW_SEEDS = 20  # two outcomes mislead below it
+LEAST_GAP = 0.1  # the gap of the groups
 MOST_WITHIN = 0.1  # share of the sum of squares that the groups leave
 
 
@@ -46,6 +46,6 @@ def note_of(names: Sequence[str], seeds: int) -> str:
     """A sentence for readers of intervals over so many seeds, of which these methods' fall into two groups."""
     return (
         f"Two outcomes: the {seeds} seeds of {', '.join(names)} fall into two groups. With fewer than {FEW_SEEDS} "
-        "seeds the intervals of such means are too narrow, and a method whose seeds agree may have an outcome that none of "
-        "them shows: no difference is bold where this is so. Read the seeds."
+        "seeds the intervals of such means are too narrow, and a method whose seeds agree may have an outcome that "
+        "none of them shows: no difference is bold where this is so. Read the seeds."
     )

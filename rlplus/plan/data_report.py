@@ -15,6 +15,7 @@ from rlplus.data.bare_answers import bare_answers
 from rlplus.data.choices import hidden_choices
 from rlplus.data.row_files import read_rows
 from rlplus.evaluation.known import known_benchmarks, refusal
+from rlplus.plan.likelihood import Likelihood, likelihood
 from rlplus.reward import RewardOrStatus, Scorer, unreadable_answers
 from rlplus.trainer.prompt_pool import Prompts, select_prompts
 from rlplus.trainer.ranks import initialize_distributed
@@ -56,7 +57,7 @@ class DataPlan:
     """The data that a training reads.
 
     prompts: their number, from which it draws. summaries: counts of what was kept and dropped, by section or grading.
-    lengths: by kind of text. refusals: reasons for which a run would not start.
+    lengths: by kind of text. refusals: reasons for which a run would not start. likelihood: None where not measured.
     """
 
     prompts: int
@@ -64,13 +65,16 @@ class DataPlan:
     lengths: dict[str, Lengths]
     rendered: tuple[Rendered, ...]
     refusals: tuple[str, ...]
+    likelihood: Likelihood | None = None
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
 
-def plan_data(config: Config) -> DataPlan:
+def plan_data(config: Config, *, logprob: bool = False) -> DataPlan:
     """Load all that a training reads, grade its demonstrations, and render some prompts.
+
+    logprob: also load the model, and measure how likely it finds the demonstrations.
 
     ValueError where there is nothing to show: no tokenizer, a malformed row, a reward that cannot be set up.
     """
@@ -109,6 +113,7 @@ def plan_data(config: Config) -> DataPlan:
         dict(_lengths(reports)),
         tuple(_rendered(loaded, prompts, tokenizer)),
         (*refusals, *prompts.refusals(config)),
+        likelihood(config, prompts.examples) if logprob else None,
     )
 
 

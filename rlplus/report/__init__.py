@@ -16,6 +16,7 @@ from rlplus.common.durable import write_text
 from rlplus.evaluation import Evaluation
 from rlplus.report import charts, tables
 from rlplus.report.charts import ACCENT
+from rlplus.report.foreign_demonstrations import familiarity_notes
 from rlplus.report.run_reader import RunData, load_run
 from rlplus.report.samples_text import show_samples
 from rlplus.report.shaded_samples import Moment, moments
@@ -60,7 +61,7 @@ def write_report(
     page = render(
         "page.html",
         title=title,
-        notes=notes,
+        notes=[*notes, *familiarity_notes(trained)],
         headline=tables.headline(trained, tested, accent),
         warnings=warnings,
         styles=styles,

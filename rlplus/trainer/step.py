@@ -19,7 +19,7 @@ from rlplus.loss import PolicyLoss
 from rlplus.recipe import Batch, Update, refill_batch
 from rlplus.trainer.groups import score, shape
 from rlplus.trainer.logprob_gap import Compared
-from rlplus.trainer.metrics import Tally, tally_exploration, tally_mismatch, tally_outputs, tally_samples, tally_update
+from rlplus.trainer.metrics import Tally, tally_demonstrated, tally_mismatch, tally_outputs, tally_samples, tally_update
 from rlplus.trainer.rollouts import use_engine_logprob
 from rlplus.trainer.run import Run
 from rlplus.trainer.sample_records import kept_samples
@@ -198,7 +198,7 @@ class Step:
                     tally_mismatch(tally, out.logprob, engine_logprob)
                 self._check_mismatch()  # no weight learns from samples of another policy
             tally_outputs(tally, outputs)
-            tally_exploration(tally, batches, outputs, algorithm.objective.gamma)
+            tally_demonstrated(tally, batches, outputs, algorithm.objective.gamma)
             if algorithm.external_schedule is not None and algorithm.external_schedule.shape == "gradient-norm":
                 for name, squares in run.policy.squared_slopes(batches, outputs, algorithm.objective).items():
                     tally.mean(f"squared_slopes/{name}", squares)
