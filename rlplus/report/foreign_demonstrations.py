@@ -1,6 +1,6 @@
 """How foreign demonstrations are to the model, by the probability of their tokens, and what the study found there.
 
-`rlplus plan --data --logprob` measures it before a run, a run logs it, and its report shows that of the first step.
+`rlplus plan --data --logprob` measures it before a run, a run logs it, and its report shows the first step.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
