@@ -22,6 +22,7 @@ from docs import (
     question_figures,
     sampled_figure,
     what_fits,
+    which_method,
 )
 from docs.configuration_keys import keys, table
 from experiments import significance
@@ -232,9 +233,15 @@ def tested_by_permutation(name: str, title: str) -> str:
     return table(("method", *study.settings), ((method, *each) for method, each in cells.items()))
 
 
+def two_outcomes(results: Results, studies: dict[str, Study], setting: str) -> bool:
+    """Whether the few seeds of a method have two outcomes: then no difference of the setting is bold."""
+    return any(tested_in(results, study, setting).in_groups(1) for study in studies.values())
+
+
 def setting_table(results: Results, studies: dict[str, Study], setting: str) -> str:
     """% solved by each method that has finished on all seeds, in the order of the studies, and its difference."""
     rows: dict[str, tuple[str, ...]] = {}
+    apart = two_outcomes(results, studies, setting)
     header: tuple[str, ...] = ()
     for name, study in studies.items():
         tested = tested_in(results, study, setting)
@@ -246,7 +253,7 @@ def setting_table(results: Results, studies: dict[str, Study], setting: str) -> 
         rows |= {name: (block(name, studies), *("" for _ in header[1:]))} if new and len(studies) > 1 else {}
         for method in new:
             means = (percent(tested.estimate(method, k, which).mean) for which, k in columns)
-            rows[method] = (method, *means, difference(tested, study.compared_with, method))
+            rows[method] = (method, *means, difference(tested, study.compared_with, method, apart))
     return table(header, iter(rows.values()))
 
 
@@ -260,6 +267,7 @@ def most_repeated(files: str) -> dict[str, tuple[Results, dict[str, Study]]]:
 def settings_beside(files: str) -> str:
     """pass@1 on all problems and the difference from the reference, in each setting with the most seeds."""
     columns = most_repeated(files)
+    apart = {setting: two_outcomes(results, studies, setting) for setting, (results, studies) in columns.items()}
     names = dict.fromkeys(name for _, studies in columns.values() for name in studies)
     rows: dict[str, list[str]] = {}
     for name in names:
@@ -273,7 +281,8 @@ def settings_beside(files: str) -> str:
         title = block(name, next(studies for _, studies in columns.values() if name in studies))
         rows |= {title: [""] * len(columns)} if new and len(names) > 1 else {}
         rows |= {
-            method: [mean_and_difference(*each[s], method) if s in each else "" for s in columns] for method in new
+            method: [mean_and_difference(*each[s], method, apart[s]) if s in each else "" for s in columns]
+            for method in new
         }
     return table(("method", *columns), ((name, *cells) for name, cells in rows.items()))
 
@@ -285,21 +294,25 @@ def block(name: str, studies: dict[str, Study]) -> str:
     return f"**{name}**" if reference == usual else f"**{name}**, compared with: {reference}"
 
 
-def mean_and_difference(tested: Tested, reference: str, method: str) -> str:
+def mean_and_difference(tested: Tested, reference: str, method: str, apart: bool) -> str:
     if method not in tested.methods:
         return ""
-    mean, from_reference = percent(tested.mean(method)), difference(tested, reference, method)
+    mean, from_reference = percent(tested.mean(method)), difference(tested, reference, method, apart)
     return f"{mean}; {from_reference}" if from_reference else mean
 
 
-def difference(tested: Tested, reference: str, method: str) -> str:
-    """The difference from the reference, in points of pass@1 on all problems; bold if its interval excludes 0."""
+def difference(tested: Tested, reference: str, method: str, apart: bool) -> str:
+    """The difference from the reference, in points of pass@1 on all problems; bold if its interval excludes 0.
+
+    apart: whether few seeds of the setting have two outcomes; then nothing is bold.
+    """
     if method == reference or reference not in tested.methods:
         return ""
     estimate = tested.difference(reference, method, 1)
     cell = interval(estimate, "+")
     text = f"{cell.text} ({cell.detail})"
-    return f"**{text}**" if estimate.low > 0 or estimate.high < 0 else text
+    clear = (estimate.low > 0 or estimate.high < 0) and not apart
+    return f"**{text}**" if clear else text
 
 
 # ---- the example in one file
@@ -330,6 +343,12 @@ PARTS: dict[str, dict[str, Callable[[], str]]] = {
         "variants": partial(tested_by_permutation, "variants", "Against p/p_ω"),
         "prefixes": partial(tested_by_permutation, "prefixes", "Against GRPO"),
     },
+    "docs/which-method.md": {
+        "which-method": partial(which_method.decision, table),
+        "beside-grpo": partial(which_method.beside_grpo, table),
+        "contrast": partial(which_method.contrast, table),
+        "forms": partial(which_method.forms, table),
+    },
     "docs/theory.md": {name: partial(theory.table, rows) for name, rows in theory.TABLES.items()},
 }
 # Parts that take minutes, written with --plan.
@@ -357,6 +376,7 @@ def pages(derived: dict[str, dict[str, Callable[[], str]]] = PARTS) -> Iterator[
     yield loss_figure.figure(ROOT)
     yield sampled_figure.figure(ROOT)
     yield from question_figures.figures(ROOT)
+    yield which_method.figure(ROOT)
 
 
 if __name__ == "__main__":

@@ -6,9 +6,10 @@ or, with --set, over those of a test set.
 """
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
+from math import comb
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +22,7 @@ from rlplus.train.evaluation import Evaluation
 TRAINED = "trained"  # the test set of problems like those trained on; every second one is hard
 FOUND = 0.5  # a run whose pass@1 on its hard problems is at least this has found the skill
 LEVEL = 0.05  # a difference whose corrected p is below it is significant
+TAIL = 0.025  # probability at either end of an interval
 MOST_SEEDS = 20  # all patterns of their signs are counted
 
 
@@ -81,9 +83,32 @@ def right_samples(outcome: Outcome, only: str | None = None) -> int:
 
 
 def finds_the_skill(outcome: Outcome) -> bool:
-    """Whether the run solves the hard problems that are like those trained on."""
-    trained = outcome.results[TRAINED]
+    """Whether the run solves the hard problems that are like those trained on, in `trained` or the only test set."""
+    trained = outcome.results[TRAINED] if len(outcome.results) > 1 else next(iter(outcome.results.values()))
     return sum(trained.correct[1::2]) >= FOUND * sum(trained.n[1::2])
+
+
+def exact_interval(found: int, runs: int) -> tuple[float, float]:
+    """The exact 95 % interval of a probability, from so many successes (Clopper and Pearson 1934)."""
+    if not 0 <= found <= runs or not runs:
+        raise ValueError(f"want 0 <= found <= runs, and a run; got {found} of {runs}")
+    low = 0.0 if found == 0 else _bisected(lambda p: _at_least(found, runs, p) < TAIL)
+    high = 1.0 if found == runs else _bisected(lambda p: 1 - _at_least(found + 1, runs, p) > TAIL)
+    return low, high
+
+
+def _at_least(found: int, runs: int, p: float) -> float:
+    """The probability of at least so many successes."""
+    return sum(comb(runs, i) * p**i * (1 - p) ** (runs - i) for i in range(found, runs + 1))
+
+
+def _bisected(below: Callable[[float], bool]) -> float:
+    """Where a condition on [0, 1] that holds at first ceases to hold."""
+    low, high = 0.0, 1.0
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if below(middle) else (low, middle)
+    return low
 
 
 def permutation_p(differences: Sequence[int] | np.ndarray) -> float:

@@ -39,6 +39,13 @@ def random_problems(*shape: int, distance: float = 2.0, missing: int = 0, seed: 
     return Problem((logits + 0.1 * step).softmax(-1), logits.softmax(-1), author, reward)
 
 
+def independent_problems(*shape: int, seed: int = 0) -> Problem:
+    """Problems of that shape whose three policies have nothing in common: each uniform over all distributions."""
+    draw = np.random.default_rng(seed)
+    policy, old, author = (torch.from_numpy(draw.dirichlet([1.0] * shape[-1], shape[:-1])) for _ in range(3))
+    return Problem(policy, old, author, torch.from_numpy(draw.random(shape)))
+
+
 def expectation(policy: Tensor, values: Tensor) -> Tensor:
     """E[values] under the policy. Values at outcomes of probability 0 do not count, whatever they are."""
     return torch.where(policy > 0, policy * values, 0.0).sum(-1)

@@ -1,6 +1,7 @@
 """The page of a comparison: what its intervals are over, and the plot of all methods' intervals."""
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from counted_evaluations import evaluation
 from rlplus.tools.compare import BASE, Results, page
 from rlplus.tools.compare.config import Comparison
 from rlplus.tools.compare.outcomes import Outcome
+from rlplus.tools.report.tables import Table
 from rlplus.train.evaluation import Estimate
 
 PROBLEMS = 200
@@ -92,3 +94,57 @@ def test_a_file_without_results_is_refused(tmp_path: Path, text: str | None, got
         path.write_text(text)
     with pytest.raises(ValueError, match=f"^want results, as `rlplus compare` writes them{got}"):
         Results.load(path)
+
+
+OWN: dict[str, Any] = {"prepare": "module:function"}
+
+
+def differing(solved: dict[str, list[int]]) -> Results:
+    """A comparison in which a method solves so many of eight samples of each problem, by seed."""
+    seeds = len(next(iter(solved.values())))
+    results, _ = made({name: [0] * PROBLEMS for name in solved}, seeds, OWN)
+    outcomes = [
+        replace(one, results={"test": evaluation([solved[one.method][one.seed]] * PROBLEMS, seed=one.seed)})
+        for one in results.outcomes
+    ]
+    return replace(results, outcomes=outcomes)
+
+
+def difference_table(results: Results) -> Table:
+    return page.setting_tables(results, results.comparison.studies["Methods"], "")[-1]
+
+
+def test_no_difference_is_bold_where_few_seeds_of_a_method_have_two_outcomes() -> None:
+    """Also not of a method whose own seeds agree: what its task did to the other it may do to it."""
+    alike = {BASE: [1, 1, 1, 1, 1], "GRPO": [3, 3, 3, 3, 3], "RL-PLUS": [5, 5, 5, 5, 5]}
+    table = difference_table(differing(alike))
+    assert [row[1].strong for row in table.rows] == [True, True]
+    assert not table.note
+    results = differing({"LUFFY": [2, 2, 2, 2, 7]} | alike)
+    table = difference_table(results)
+    assert [row[0].text for row in table.rows] == [BASE, "LUFFY", "GRPO"]
+    assert [row[1].strong for row in table.rows] == [False] * 3
+    assert table.note.startswith("Two outcomes: the 5 seeds of LUFFY fall into two groups.")
+    (shown,) = (each for each in page.terminal_tables(results) if each.caption and "Two outcomes" in str(each.caption))
+    assert "Difference" in str(shown.title)
+
+
+def test_twenty_seeds_of_two_outcomes_are_enough_for_a_bold_difference() -> None:
+    found = [7] * 4 + [2] * 16
+    table = difference_table(differing({BASE: [1] * 20, "GRPO": found, "RL-PLUS": [6] * 20}))
+    assert [row[1].strong for row in table.rows] == [True, True]
+    assert not table.note
+
+
+def test_the_seeds_stand_beside_their_mean() -> None:
+    """As numbers, with what so few may miss, and as strokes in the plot."""
+    results = differing({BASE: [1, 1, 2], "GRPO": [3, 4, 8]})
+    _, seeds, _ = page.setting_tables(results, results.comparison.studies["Methods"], "")
+    assert [[cell.text for cell in row] for row in seeds.rows] == [
+        [BASE, "12.5", "12.5", "25.0"],
+        ["GRPO", "37.5", "50.0", "100.0"],
+    ]
+    assert seeds.note == "An outcome that 63% of all seeds have is missing among 3 with probability 5%."
+    (plot,) = re.findall(r'<figure class="chart intervals">.*?</figure>', page.page_of(results, "title"), re.DOTALL)
+    strokes = [re.findall(r"M([\d.]+) ", d) for d in re.findall(r'<path class="thin [^"]*" d="(.*?)"', plot)]
+    assert strokes == [["128.0", "168.0", "328.0"], ["48.0", "48.0", "88.0"]]

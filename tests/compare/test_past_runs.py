@@ -56,7 +56,10 @@ def test_numbers_are_those_of_a_comparison_that_had_made_the_runs(runs: list[str
     expected = Results(Comparison.model_validate(data), {}, {}, {}, outcomes)
     tables = [page.setting_tables(each, each.comparison.studies[TITLE], "") for each in (found, expected)]
     assert tables[0] == tables[1]
-    assert [table.title for table in tables[0]] == ["Problems solved, %", "Difference from grpo, points"]
+    solved, seeds, differences = tables[0]
+    titles = ["Problems solved, %", "Seed by seed, pass@1, %", "Difference from grpo, points"]
+    assert [table.title for table in (solved, seeds, differences)] == titles
+    assert seeds.header == ["method", "seed 3", "seed 7"]
     assert (found.provenance["seeds"], found.provenance["methods differ in"]) == ("3, 7", "algorithm.preset")
     assert str(tmp_path) not in (folder / "results.json").read_text()
     assert "rlplus" in (folder / "index.html").read_text()

@@ -29,6 +29,7 @@ ROWS: dict[str, dict[str, Any]] = {
         "Incorrect Answer 3": "r",
     },
     "mmlu_pro": {"question": "Which?", "options": list("klmnopqrst"), "answer": "J"},
+    "gsm8k": {"question": "How many?", "answer": "Half of 3,200 is 3200/2 = <<3200/2=1600>>1,600.\n#### 1,600"},
     "humaneval": {"prompt": "def f(x):\n", "test": "def check(f):\n    assert f(1) == 1", "entry_point": "f"},
     "leetcode": {"prompt_sft": "Double it.", "test": "assert Solution().f(1) == 2"},
     "livecodebench": {
@@ -42,10 +43,10 @@ def text(tokens: Any) -> str:
     return bytes(tokens).decode()
 
 
-def test_the_papers_twelve_are_known_and_every_layout_is_used() -> None:
+def test_the_papers_twelve_and_gsm8k_are_known_and_every_layout_is_used() -> None:
     assert set(BENCHMARKS) == {
         "aime24", "aime25", "amc", "math500", "minerva", "olympiadbench", "humaneval", "leetcode", "livecodebench",
-        "arc_c", "gpqa_diamond", "mmlu_pro",
+        "arc_c", "gpqa_diamond", "mmlu_pro", "gsm8k",
     }  # fmt: skip
     assert {entry.layout for entry in BENCHMARKS.values()} == {BENCHMARKS[name].layout for name in ROWS}
     assert [benchmark_name(name) for name in ("aime", "math", "olympiad_bench", "gpqa", "amc", "other")] == [
@@ -62,6 +63,7 @@ def test_layouts() -> None:
     assert asked["math500"] == ("1+1?", "2")
     assert asked["arc_c"] == ("Which?\n\nA) x\nB) y\nC) z", "C")
     assert asked["mmlu_pro"][1] == "J"
+    assert asked["gsm8k"] == ("How many?", "1600")
     assert asked["mmlu_pro"][0].endswith("\nJ) t")
     question, answer = asked["gpqa_diamond"]
     assert f"\n{answer}) right" in question

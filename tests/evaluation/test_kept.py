@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from math import isnan, nan
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import pyarrow.parquet as pq
@@ -204,6 +205,8 @@ def test_a_run_keeps_what_the_policy_says_of_its_first_groups(tmp_path: Path) ->
     for one, advantage in zip(samples, wanted.tolist(), strict=True):
         assert one.advantage == pytest.approx([advantage] * len(one.tokens))
     (row,) = metrics(folder)
+    demonstrated = [logprob for one in samples if any(one.external) for logprob in one.logprob]
+    assert row["actor/logprob_external"] == pytest.approx(fmean(demonstrated), rel=1e-5)
     assert row["actor/exploration_weight"] == pytest.approx(sum(weights) / len(weights), rel=1e-5)
     board = EventAccumulator(str(folder / "tensorboard"), size_guidance={"tensors": 0}).Reload()
     (event,) = board.Tensors("samples/text_summary")

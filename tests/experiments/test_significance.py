@@ -1,12 +1,13 @@
 """How surely a comparison shows something: the permutation test, Holm, and the share of runs that find the skill."""
 
+import math
 from itertools import product
 from typing import Any
 
 import numpy as np
 import pytest
 
-from experiments.significance import finds_the_skill, holm, permutation_p, rows_of, table
+from experiments.significance import exact_interval, finds_the_skill, holm, permutation_p, rows_of, table
 from rlplus.tools.compare import BASE, Comparison, Outcome, Results
 from rlplus.train.evaluation import Evaluation
 
@@ -58,6 +59,24 @@ def test_holm_multiplies_by_the_hypotheses_that_are_left_and_keeps_the_order() -
     assert holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
     assert holm([0.6, 0.9]) == [1.0, 1.0]
     assert holm([]) == []
+
+
+@pytest.mark.parametrize(("found", "runs"), [(0, 20), (1, 20), (4, 5), (5, 5), (10, 20), (2, 10), (0, 1)])
+def test_the_limits_of_a_share_are_where_such_a_count_has_a_probability_of_2_5_percent(found: int, runs: int) -> None:
+    def probability(p: float, counts: range) -> float:
+        patterns = (sum(each) for each in product((0, 1), repeat=runs)) if runs <= 10 else None
+        if patterns is not None:
+            return sum(p**k * (1 - p) ** (runs - k) for k in patterns if k in counts)
+        return sum(
+            math.factorial(runs) / math.factorial(k) / math.factorial(runs - k) * p**k * (1 - p) ** (runs - k)
+            for k in counts
+        )
+
+    low, high = exact_interval(found, runs)
+    assert low == 0 if found == 0 else probability(low, range(found, runs + 1)) == pytest.approx(0.025)
+    assert high == 1 if found == runs else probability(high, range(found + 1)) == pytest.approx(0.025)
+    with pytest.raises(ValueError, match="want 0 <= found <= runs"):
+        exact_interval(runs + 1, runs)
 
 
 def test_rows_have_means_over_all_samples_and_the_share_of_seeds_that_solve_hard_problems() -> None:

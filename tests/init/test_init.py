@@ -31,6 +31,7 @@ def test_the_file_loads_fits_and_reads_its_data(model: str, tmp_path: Path, caps
     assert "40 prompts (prompt question, answer answer, demonstration answer), graded by math_verify" in said
     assert "all weights are trained" in said
     assert f"rlplus plan {out} --data --gpus 1 --gpu 24g, then rlplus train {out}" in said
+    assert "whether demonstrations help depends on their form: --logprob" in said
     config = load_config(out)
     assert (config.rollout.group_size, config.train.prompts_per_step) == (16, 40)
     assert (config.algorithm.preset, config.data.answer_pattern) == ("rlplus", "#### (.+)")
@@ -152,7 +153,9 @@ def test_answers_that_no_grader_reads_are_counted(
     data, out = written(tmp_path, [{"problem": "1+1?", "answer": answer} for answer in answers]), tmp_path / "run.yaml"
     assert init(model, data, out, "--gpu", "24g", "train.prompts_per_step=4") == 0
     wanted = "answers: 3 of 6 cannot be read by math_verify_box: every response there is worth 0 (first: row 1, 'proof'"
-    assert wanted in " ".join(capsys.readouterr().out.split())
+    said = " ".join(capsys.readouterr().out.split())
+    assert wanted in said
+    assert "--logprob" not in said
     main(["plan", str(out), "--gpus", "1", "--gpu", "24g", "--data"])
     assert wanted in " ".join(capsys.readouterr().out.split())
 

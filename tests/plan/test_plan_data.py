@@ -1,14 +1,19 @@
 """`rlplus plan --data`: what a run would read, as the model will see it, and what it would refuse."""
 
 import json
+import math
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import pytest
-from trainer_runs import run_config, write_task
+import torch
+from trainer_runs import metrics, run_config, write_task
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rlplus.tools.cli import main
 from rlplus.tools.plan.data_report import Lengths, plan_data
+from rlplus.tools.plan.likelihood import MOST_SCORED
 from rlplus.train.config import Config
 from rlplus.train.trainer import open_run, train
 
@@ -70,6 +75,73 @@ def test_prompts_are_rendered_with_template_system_prompt_and_prefix(tmp_path: P
     assert rendered.demonstration == "so <7><|endoftext|>"
     assert rendered.verdict == 1.0
     assert rendered.prompt_tokens == len(rendered.prompt)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 2.0])
+def test_the_likelihood_of_demonstrations_is_the_models_and_the_first_steps(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], temperature: float
+) -> None:
+    """By full logits, and by a run on all demonstrations with one update."""
+    train(run_config(tmp_path, "made", train={"steps": 1, "lr": 1e-2}))
+    model = {"path": str(tmp_path / "made" / "model"), "scratch": None}
+    config = run_config(
+        tmp_path,
+        model=model,
+        rollout={"temperature": temperature},
+        train={"steps": 1, "prompts_per_step": 6, "prompts_per_update": 6},
+    )
+    lm = AutoModelForCausalLM.from_pretrained(model["path"], dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(model["path"])
+    wanted = []
+    for row in map(json.loads, Path(config.data.path).read_text().splitlines()):
+        before = tokenizer.encode(row["prompt"])
+        after = [*tokenizer.encode(row["demonstration"]), tokenizer.eos_token_id]
+        logits = lm(torch.tensor([[*before, *after]])).logits[0].detach().double() / temperature
+        places = range(len(before) - 1, len(before) + len(after) - 1)
+        wanted += [float(logits[at].log_softmax(-1)[token]) for at, token in zip(places, after, strict=True)]
+    found = plan_data(config, logprob=True).likelihood
+    assert found is not None
+    assert (found.demonstrations, found.of, found.tokens) == (6, 6, len(wanted))
+    assert found.logprob == pytest.approx(fmean(wanted), rel=1e-5)
+    assert found.p == pytest.approx(fmean(map(math.exp, wanted)), rel=1e-5)
+    (row,) = metrics(train(config))
+    assert row["actor/logprob_external"] == pytest.approx(found.logprob, rel=1e-4)
+    assert row["actor/prob_external"] == pytest.approx(found.p, rel=1e-4)
+    capsys.readouterr()
+    plan(config, tmp_path, "--logprob")
+    out = " ".join(capsys.readouterr().out.split())
+    assert f"mean logprob {found.logprob:.2f} nats a token, mean probability {found.p:.2f} (6 of 6 demonstr" in out
+    assert "nowhere clearly above GRPO" in out
+    assert plan_data(config).likelihood is None, "without being asked no weights are loaded"
+
+
+def test_the_likelihood_is_of_demonstrations_from_all_over_the_data(tmp_path: Path) -> None:
+    train(run_config(tmp_path, "made", train={"steps": 1}))
+    (many := tmp_path / "many").mkdir()
+    config = run_config(
+        tmp_path,
+        model={"path": str(tmp_path / "made" / "model"), "scratch": None},
+        data={"path": str(write_task(many, 5 * MOST_SCORED))},
+    )
+    found = plan_data(config, logprob=True).likelihood
+    assert found is not None
+    assert (found.demonstrations, found.of) == (MOST_SCORED, 5 * MOST_SCORED)
+    bare = write_rows(tmp_path, [{"prompt": f"{i}=", "answer": str(i)} for i in range(6)])
+    plain = run_config(
+        tmp_path,
+        model=config.model.model_dump(),
+        data={"path": bare, "demonstration": None},
+        algorithm={"preset": "grpo"},
+    )
+    assert plan_data(plain, logprob=True).likelihood is None
+
+
+def test_a_likelihood_wants_weights_and_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = run_config(tmp_path)
+    assert plan(config, tmp_path, "--logprob") == 2
+    assert "want model.path with --logprob; got model.scratch" in capsys.readouterr().err
+    assert main(["plan", str(tmp_path / "run.yaml"), "--logprob"]) == 2
+    assert "--logprob measures what --data reads" in capsys.readouterr().err
 
 
 def rows_of_lengths(demonstrations: list[int]) -> list[dict[str, Any]]:

@@ -109,6 +109,20 @@ def test_a_difference_is_bold_only_where_zero_is_outside(tmp_path: Path) -> None
     assert "<b>" not in like
 
 
+def test_no_difference_is_bold_where_few_seeds_have_two_outcomes(tmp_path: Path) -> None:
+    base = [evaluation((1, 1)), evaluation((1, 1)), evaluation((1, 1))]
+    alike = [evaluation((5, 5)), evaluation((5, 5)), evaluation((5, 5))]
+    apart = [evaluation((2, 2)), evaluation((2, 2)), evaluation((8, 8))]
+    page = written(tmp_path, {}, {"": {"base": base, "alike": alike}})
+    assert "<b>+50.0</b>" in page.html
+    assert "Two outcomes" not in page.text
+    page = written(tmp_path, {}, {"": {"base": base, "alike": alike, "apart": apart}})
+    (row,) = re.findall(r'<th scope="row">alike − base</th>(.*?)</tr>', page.html)
+    assert "+50.0" in row
+    assert "<b>" not in row
+    assert "Two outcomes: the 3 seeds of apart fall into two groups." in page.text
+
+
 def test_differences_on_other_problems_are_not_shown_and_said(tmp_path: Path) -> None:
     text = written(tmp_path, {}, {"": {"a": evaluation((1, 2)), "b": evaluation((1, 2), problems=(5, 6))}}).text
     assert "Not comparable, since problems or seeds differ: b − a." in text

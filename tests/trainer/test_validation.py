@@ -162,7 +162,7 @@ def test_another_validation_chooses_anew(tmp_path: Path) -> None:
     [
         *((name, True) for name in ("aime24", "AIME_2025", "aime", "amc23", "AMC", "math-500", "MATH500_test")),
         *((name, True) for name in ("minerva", "minerva_math", "olympiad_bench", "gpqa_diamond", "MMLU-Pro", "arc_c")),
-        *((name, True) for name in BENCHMARKS),
+        *((name, name != "gsm8k") for name in BENCHMARKS),  # also its training set's name
         *((name, True) for name in ("ARC-Challenge", "HumanEval+", "LiveCodeBench-v6", "leetcode", "gsm8k/test")),
         *((name, False) for name in ("", "gsm8k_train", "validation", "amc_aime", "aime_1983_2023", "math", "numina")),
         *((name, False) for name in ("deepmath", "arc_easy", "leetcode_train", "minervas_owl", "test", "humane")),
@@ -181,12 +181,18 @@ def test_known_names(name: str, known: bool) -> None:
         ("data/gsm8k/test.parquet", "", ["gsm8k/test"]),
         ("data/gsm8k/train.parquet", "gsm8k", []),
         ("hf://lkevinzc/math-eval/math", "", ["math500"]),
+        ("hf://openai/gsm8k/main/test", "", ["gsm8k"]),
     ],
 )
 def test_benchmarks_are_known_by_column_file_and_folder(path: str, column: str, found: list[str]) -> None:
     validation = ValidationConfig(every=1, data=DataConfig(path=["a.jsonl", path]))
     problems = [Example(i, (1,), "1", None, benchmark=column) for i in range(3)]
     assert known_benchmarks(validation, problems) == found
+
+
+@pytest.mark.parametrize("name", BENCHMARKS)
+def test_a_benchmark_that_validation_names_is_a_test_set(name: str) -> None:
+    assert known_benchmarks(ValidationConfig(every=1, benchmarks=[name]), []) == [name]
 
 
 def test_a_test_benchmark_chooses_only_when_it_is_allowed_to(

@@ -52,6 +52,8 @@ def run(args: argparse.Namespace) -> None:
         console.print("- this machine has no GPU, so its CPU trains: name the GPUs of another one by --gpu and --gpus")
     for reason in begun.reasons:
         console.print(f"- {reason}")
+    if begun.config.data.demonstration is not None:
+        console.print("- whether demonstrations help depends on their form: --logprob of the plan below measures it")
     launch = "rlplus" if cluster.gpus == 1 else f"torchrun --nproc_per_node {cluster.gpus} -m rlplus"
     given = f" --gpus {cluster.gpus}" if args.gpus or gpu else ""
     given += f" --gpu {gpu}" if gpu else ""

@@ -28,6 +28,11 @@ def add(commands: "Commands") -> None:
         action="store_true",
         help="also load the data, grade the demonstrations and show three prompts as the model will see them",
     )
+    plan.add_argument(
+        "--logprob",
+        action="store_true",
+        help="with --data: also load the weights, and measure how likely the model finds the demonstrations",
+    )
     plan.add_argument("--json", action="store_true", help="print the plan as JSON, in bytes and seconds")
     plan.set_defaults(run=run)
     add_configuration(plan, f"{YAML}, or a comparison, such as configs/compare/gsm8k.yaml")
@@ -44,6 +49,8 @@ def run(args: argparse.Namespace) -> int:
         with_first_model,
     )
 
+    if args.logprob and not args.data:
+        raise ValueError("--logprob measures what --data reads: want both")
     if "run" in read_yaml(Path(args.config).expanduser()):
         return _plan_comparison(args)
     stages = load_stages(args.config, args.overrides)
@@ -62,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
     with saying_phases("rlplus plan"):
         for number, config in enumerate(with_first_model(stages), 1):
             with naming_stage(number, stages):
-                data = _plan_data(config) if args.data else None
+                data = _plan_data(config, args.logprob) if args.data else None
                 if data is not None and data.prompts:
                     config = config.with_steps(data.prompts)  # the steps of its epochs
                 activity.current.begin("memory")
@@ -104,10 +111,10 @@ def _plan_comparison(args: argparse.Namespace) -> int:
     return 0 if all(each.plan.fits for each in planned) else 1
 
 
-def _plan_data(config: "Config") -> "DataPlan":
+def _plan_data(config: "Config", logprob: bool) -> "DataPlan":
     from rlplus.tools.plan.data_report import plan_data  # loads the trainer, which a plan of the memory does without
 
-    return plan_data(config)
+    return plan_data(config, logprob=logprob)
 
 
 def _show_plans(plans: "Sequence[tuple[Plan, DataPlan | None]]") -> None:

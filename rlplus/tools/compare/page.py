@@ -13,12 +13,22 @@ from rlplus.tools.compare.outcomes import CURVES, Results
 from rlplus.tools.report import render
 from rlplus.tools.report.charts import ACCENT, Chart, Series, pass_chart, step_chart
 from rlplus.tools.report.tables import Cell, Table, interval, percent
-from rlplus.train.evaluation import Estimate, Evaluation, join, paired_difference, pooled_pass_at
+from rlplus.train.evaluation import (
+    Estimate,
+    Evaluation,
+    join,
+    misleading,
+    note_of,
+    paired_difference,
+    pooled_pass_at,
+    unseen,
+)
 
 MOST_LINES = 6  # drawn per chart
 NOTE = (
     "pass@k: the share of problems of which at least one of k samples is right, with 95% intervals over seeds "
-    "and problems. Differences are on the same problems of the same seeds; bold where 0 is outside the interval. "
+    "and problems. Differences are on the same problems of the same seeds; bold where 0 is outside the interval, "
+    "unless few seeds fall into two groups. In the plot of intervals a stroke is a seed. "
     "Methods are shown once they have finished on all seeds."
 )
 
@@ -53,6 +63,14 @@ class Tested:
             return sets[name]
         return [join(list(seed), seed=seed[0].seed) for seed in zip(*sets.values(), strict=True)]
 
+    def seeds(self, method: str, k: int, name: str | None = None) -> list[float]:
+        """Each seed's mean pass@k on a test set, or on the problems of all of them."""
+        return [one.values(k).mean().item() for one in self.of(method, name)]
+
+    def in_groups(self, k: int, name: str | None = None) -> list[str]:
+        """The methods whose seeds are few and have two outcomes there."""
+        return [method for method in self.methods if misleading(self.seeds(method, k, name))]
+
     def mean(self, method: str) -> float:
         """Mean pass@1 over the problems of all test sets."""
         return fmean(one.values(1).mean().item() for one in self.of(method))
@@ -60,11 +78,12 @@ class Tested:
 
 @dataclass(frozen=True)
 class Bar:
-    """A row of an interval plot: a mean and its limits, in shares."""
+    """A row of an interval plot: a mean, its limits and the seeds' means, in shares."""
 
     label: str
     style: str
     estimate: Estimate
+    seeds: list[float]
 
 
 @dataclass(frozen=True)
@@ -129,7 +148,7 @@ def terminal_tables(results: Results) -> Iterator[TerminalTable]:
 
 
 def _for_terminal(table: Table, title: str) -> TerminalTable:
-    shown = TerminalTable(*table.header, title=title)
+    shown = TerminalTable(*table.header, title=title, caption=table.note or None)
     for row in table.rows:
         texts = (f"{cell.text} ({cell.detail})" if cell.detail else cell.text for cell in row)
         shown.add_row(*(Text(text, "bold") if cell.strong else text for text, cell in zip(texts, row, strict=True)))
@@ -163,15 +182,31 @@ def setting_tables(results: Results, study: Study, setting: str) -> list[Table]:
     solved = Table(["method", *header], title="Problems solved, %")
     for method in tested.methods:
         solved.add(method, *(interval(tested.estimate(method, k, name)) for name, k in columns))
+    tables = [solved, *_seed_table(tested, ks[0])]
     reference = study.compared_with
     others = [method for method in tested.methods if method != reference]
     if reference not in tested.methods or not others:
-        return [solved]
+        return tables
+    apart = {column: tested.in_groups(column[1], column[0]) for column in columns}
     differences = Table(["method", *header], title=f"Difference from {reference}, points")
     for method in others:
-        estimates = [tested.difference(reference, method, k, name) for name, k in columns]
-        differences.add(method, *(interval(e, "+", strong=e.low > 0 or e.high < 0) for e in estimates))
-    return [solved, differences]
+        estimates = {(name, k): tested.difference(reference, method, k, name) for name, k in columns}
+        strong = {column: (e.low > 0 or e.high < 0) and not apart[column] for column, e in estimates.items()}
+        differences.add(method, *(interval(e, "+", strong=strong[column]) for column, e in estimates.items()))
+    if names := [method for method in tested.methods if any(method in each for each in apart.values())]:
+        differences.note = note_of(names, study.seeds)
+    return [*tables, differences]
+
+
+def _seed_table(tested: Tested, k: int) -> Iterator[Table]:
+    """pass@k of each seed over the problems of all test sets, where there are several."""
+    seeds = [one.seed for one in tested.of(list(tested.methods)[-1])]  # the base model may have one evaluation for all
+    if len(seeds) > 1:
+        table = Table(["method", *(f"seed {seed}" for seed in seeds)], title=f"Seed by seed, pass@{k}, %")
+        table.note = unseen(len(seeds))
+        for method in tested.methods:
+            table.add(method, *map(percent, tested.seeds(method, k)))
+        yield table
 
 
 def _summary(results: Results, study: Study) -> list[Table]:
@@ -193,7 +228,9 @@ def _part(results: Results, study: Study, setting: str) -> Part | None:
         return None
     lines = _chosen(tested, study)
     styles = _styles(tested, study, lines)
-    bars = [Bar(method, styles[method], tested.estimate(method, 1)) for method in tested.methods]
+    bars = [
+        Bar(method, styles[method], tested.estimate(method, 1), tested.seeds(method, 1)) for method in tested.methods
+    ]
     bars.sort(key=lambda bar: -bar.estimate.mean)
     charts = [
         pass_chart(

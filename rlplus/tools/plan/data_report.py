@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from rlplus.common import agree
+from rlplus.tools.plan.likelihood import Likelihood, likelihood
 from rlplus.train.config import Config
 from rlplus.train.data import (
     Example,
@@ -64,7 +65,7 @@ class DataPlan:
     """The data that a training reads.
 
     prompts: their number, from which it draws. summaries: counts of what was kept and dropped, by section or grading.
-    lengths: by kind of text. refusals: reasons for which a run would not start.
+    lengths: by kind of text. refusals: reasons for which a run would not start. likelihood: None where not measured.
     """
 
     prompts: int
@@ -72,13 +73,16 @@ class DataPlan:
     lengths: dict[str, Lengths]
     rendered: tuple[Rendered, ...]
     refusals: tuple[str, ...]
+    likelihood: Likelihood | None = None
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
 
-def plan_data(config: Config) -> DataPlan:
+def plan_data(config: Config, *, logprob: bool = False) -> DataPlan:
     """Load all that a training reads, grade its demonstrations, and render some prompts.
+
+    logprob: also load the model, and measure how likely it finds the demonstrations.
 
     ValueError where there is nothing to show: no tokenizer, a malformed row, a reward that cannot be set up.
     """
@@ -117,6 +121,7 @@ def plan_data(config: Config) -> DataPlan:
         dict(_lengths(reports)),
         tuple(_rendered(loaded, prompts, tokenizer)),
         (*refusals, *prompts.refusals(config)),
+        likelihood(config, prompts.examples) if logprob else None,
     )
 
 

@@ -8,6 +8,7 @@ from rich.table import Table
 
 from rlplus.tools.plan import MOMENTS, Plan, show_bytes
 from rlplus.tools.plan.speed import ASSUMPTIONS
+from rlplus.tools.report.foreign_demonstrations import found_at
 
 if TYPE_CHECKING:
     from rlplus.tools.plan.data_report import DataPlan, Rendered
@@ -113,6 +114,10 @@ def _data_lines(plan: "DataPlan") -> Iterator[RenderableType]:
         values = (lengths.count, lengths.smallest, lengths.median, lengths.p95, lengths.largest, lengths.limit)
         table.add_row(name, *(f"{value:,}" for value in values))
     yield table
+    if (shown := plan.likelihood) is not None:
+        counts = f"{shown.demonstrations} of {shown.of} demonstrations, {shown.tokens:,} tokens"
+        means = f"mean logprob {shown.logprob:.2f} nats a token, mean probability {shown.p:.2f}"
+        yield f"The model's {means} ({counts}). {found_at(shown.p)}"
     for rendered in plan.rendered:
         yield from _rendered_lines(rendered)
     if plan.refusals:

@@ -15,6 +15,7 @@ from markupsafe import Markup
 from rlplus.common.durable import write_text
 from rlplus.tools.report import charts, tables
 from rlplus.tools.report.charts import ACCENT
+from rlplus.tools.report.foreign_demonstrations import familiarity_notes
 from rlplus.tools.report.run_reader import RunData, load_run
 from rlplus.tools.report.samples_text import show_samples
 from rlplus.tools.report.shaded_samples import Moment, moments
@@ -60,7 +61,7 @@ def write_report(
     page = render(
         "page.html",
         title=title,
-        notes=notes,
+        notes=[*notes, *familiarity_notes(trained)],
         headline=tables.headline(trained, tested, accent),
         warnings=warnings,
         styles=styles,

@@ -116,6 +116,7 @@ DYNAMICS = (
 )
 DEMONSTRATIONS = (
     Curve("actor/prob_external", "Probability", "mean p of demonstrated tokens"),
+    Curve("actor/logprob_external", "Log probability", "mean nats, demonstrated tokens"),
     Curve("actor/ratio_external_mean", "Importance weight", "mean over demonstrated tokens"),
     Curve("actor/exploration_weight", "Exploration weight", "mean (1 − p)^γ of demonstrated tokens"),
     Curve("actor/loss_external", "External loss", "of demonstrated tokens"),

@@ -7,7 +7,15 @@ from itertools import combinations
 import yaml
 
 from rlplus.tools.report.run_reader import RunData
-from rlplus.train.evaluation import Estimate, Evaluation, paired_difference, pooled_pass_at, seeds_below
+from rlplus.train.evaluation import (
+    Estimate,
+    Evaluation,
+    misleading,
+    note_of,
+    paired_difference,
+    pooled_pass_at,
+    seeds_below,
+)
 
 WORK = {  # phases of a step that compute, by time/<phase>, and the others
     "generate": "generate",
@@ -26,7 +34,7 @@ EVALUATION_NOTE = (
     "Length: mean, in tokens. Cut off: samples that met the limit without an end. Unread: samples without a readable "
     "answer, which count as wrong, and those on which the grader failed, which do so only with reward.on_failure zero. "
     "Where all problems are solved, or none is, the interval is the exact binomial one. Differences are on the same "
-    "problems, with 95% intervals; bold where 0 is outside."
+    "problems, with 95% intervals; bold where 0 is outside, unless few seeds fall into two groups."
 )
 
 Tested = Mapping[str, Sequence[Evaluation]]
@@ -154,11 +162,23 @@ def difference_table(tested: Tested) -> Table | None:
                 row.append("")
                 continue
             estimate = paired_difference(one, other, k)
-            row.append(interval(estimate, "+", strong=estimate.low > 0 or estimate.high < 0))
+            clear = (estimate.low > 0 or estimate.high < 0) and not in_groups(tested, k)
+            row.append(interval(estimate, "+", strong=clear))
         table.add(*row)
-    if incomparable:
-        table.note = f"Not comparable, since problems or seeds differ: {', '.join(incomparable)}."
+    notes = [f"Not comparable, since problems or seeds differ: {', '.join(incomparable)}."] if incomparable else []
+    if names := list(dict.fromkeys(name for k in ks for name in in_groups(tested, k))):
+        notes.append(note_of(names, len(tested[names[0]])))
+    table.note = " ".join(notes)
     return table if pairs else None
+
+
+def in_groups(tested: Tested, k: int) -> list[str]:
+    """The models whose seeds are few and have two outcomes at this k."""
+    return [
+        label
+        for label, each in tested.items()
+        if _reaches(each, k) and misleading([one.values(k).mean().item() for one in each])
+    ]
 
 
 def seed_table(tested: Tested) -> Table | None:

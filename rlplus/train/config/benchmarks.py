@@ -27,6 +27,10 @@ def _math(row: Row) -> tuple[str, str]:
     return row["problem"], ", ".join(map(str, answers)) if isinstance(answers, list) else str(answers)
 
 
+def _gsm8k(row: Row) -> tuple[str, str]:
+    return row["question"], row["answer"].rsplit("####", 1)[1].strip().replace(",", "")
+
+
 def _options(question: str, options: Sequence[str]) -> str:
     return "\n".join([f"{question}\n", *(f"{letter}) {o}" for letter, o in zip(_LETTERS, options, strict=False))])
 
@@ -108,7 +112,7 @@ def _mathematical(source: str, *aliases: str) -> Benchmark:
     return Benchmark(source, _math, "math_verify", aliases)
 
 
-# The six of the paper's Table 1, then its Table 2. lkevinzc/math-eval is the evaluation suite of Oat-Zero.
+# The six of the paper's Table 1, then its Table 2, then others. lkevinzc/math-eval is the evaluation suite of Oat-Zero.
 BENCHMARKS = {
     "aime24": _mathematical("hf://lkevinzc/math-eval/aime", "aime"),
     "aime25": _mathematical("hf://math-ai/aime25/test"),
@@ -122,6 +126,7 @@ BENCHMARKS = {
     "arc_c": Benchmark("hf://allenai/ai2_arc/ARC-Challenge/test", _arc, "choice"),
     "gpqa_diamond": Benchmark("hf://Idavidrein/gpqa/gpqa_diamond/train", _gpqa, "choice", ("gpqa",)),
     "mmlu_pro": Benchmark("hf://TIGER-Lab/MMLU-Pro/test", _mmlu_pro, "choice"),
+    "gsm8k": Benchmark("hf://openai/gsm8k/main/test", _gsm8k, "math_verify"),
 }
 
 
@@ -142,7 +147,7 @@ def _plain(name: str) -> str:
 
 
 _WHOLE = {_plain(name) for key, entry in BENCHMARKS.items() for name in (key, *entry.aliases)}
-_WHOLE -= {"math"}  # also the name of the training set
+_WHOLE -= {"math", "gsm8k"}  # also the names of the training sets
 
 
 def is_test_benchmark(name: str) -> bool:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from rlplus.common.lazy import lazy_names
 
 if TYPE_CHECKING:
+    from rlplus.train.evaluation.clusters import misleading, note_of, two_groups, unseen
     from rlplus.train.evaluation.estimates import Estimate, pass_at_k
     from rlplus.train.evaluation.results import (
         RESULTS,
@@ -31,12 +32,16 @@ __all__ = [
     "evaluate_model",
     "join",
     "load_results",
+    "misleading",
+    "note_of",
     "paired_difference",
     "pass_at_k",
     "pooled_pass_at",
     "result_table",
     "save_results",
     "seeds_below",
+    "two_groups",
+    "unseen",
 ]
 
 __getattr__, __dir__ = lazy_names(
@@ -53,6 +58,7 @@ __getattr__, __dir__ = lazy_names(
             "seeds_below",
         ),
         "sample": ("evaluate", "evaluate_benchmarks", "evaluate_model"),
+        "clusters": ("misleading", "note_of", "two_groups", "unseen"),
         "estimates": ("Estimate", "pass_at_k"),
         "table": ("result_table",),
     },

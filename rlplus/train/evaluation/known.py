@@ -9,7 +9,8 @@ from rlplus.train.data import Example
 
 def known_benchmarks(validation: ValidationConfig, problems: Sequence[Example]) -> list[str]:
     """The test benchmarks among the problems, by what their column, their files and the files' folders are called."""
-    found = {problem.benchmark for problem in problems if is_test_benchmark(problem.benchmark)}
+    found = {*validation.benchmarks}
+    found |= {problem.benchmark for problem in problems if is_test_benchmark(problem.benchmark)}
     paths = validation.data.paths if validation.data is not None else []
     found |= {name for name, entry in BENCHMARKS.items() if entry.source in paths}
     for path in map(Path, paths):

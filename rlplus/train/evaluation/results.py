@@ -153,6 +153,8 @@ def pooled_pass_at(evaluations: Sequence[Evaluation], k: int, *, same_problems: 
 
     One evaluation per seed. In simulations with 2, 3 and 5 seeds, whose spread was up to four times the standard error
     over 100 problems, 95% intervals covered the truth in 94 to 99% of trials, and in 89 to 98% with same_problems.
+    Those seeds were normal. Where a seed has one of two outcomes, .8 or, with probability .2, .2, intervals of 3, 5, 10
+    and 20 seeds cover it in 45, 67, 90 and 94%: see rlplus.train.evaluation.clusters.
     """
     return bootstrap([evaluation.values(k) for evaluation in evaluations], same_problems=same_problems)
 

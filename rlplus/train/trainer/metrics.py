@@ -136,10 +136,13 @@ def tally_update(tally: Tally, grad_norm: float | None, lr: float, finite: bool)
         tally.mean("actor/grad_norm", grad_norm)
 
 
-def tally_exploration(tally: Tally, batches: Sequence[MicroBatch], outputs: Sequence[PolicyLoss], gamma: float) -> None:
-    """Add the mean exploration weight of an update's demonstrated tokens."""
+def tally_demonstrated(
+    tally: Tally, batches: Sequence[MicroBatch], outputs: Sequence[PolicyLoss], gamma: float
+) -> None:
+    """Add the mean logprob and exploration weight of an update's demonstrated tokens."""
     for batch, out in zip(batches, outputs, strict=True):
         logprob = out.logprob[batch.external & (batch.token_weight != 0)]
+        tally.mean("actor/logprob_external", float(logprob.sum()), logprob.numel())
         tally.mean("actor/exploration_weight", float(exploration_weight(logprob, gamma).sum()), logprob.numel())
 
 

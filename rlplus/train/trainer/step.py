@@ -21,7 +21,7 @@ from rlplus.train.trainer.groups import score, shape
 from rlplus.train.trainer.logprob_gap import Compared
 from rlplus.train.trainer.metrics import (
     Tally,
-    tally_exploration,
+    tally_demonstrated,
     tally_mismatch,
     tally_outputs,
     tally_samples,
@@ -205,7 +205,7 @@ class Step:
                     tally_mismatch(tally, out.logprob, engine_logprob)
                 self._check_mismatch()  # no weight learns from samples of another policy
             tally_outputs(tally, outputs)
-            tally_exploration(tally, batches, outputs, algorithm.objective.gamma)
+            tally_demonstrated(tally, batches, outputs, algorithm.objective.gamma)
             if algorithm.external_schedule is not None and algorithm.external_schedule.shape == "gradient-norm":
                 for name, squares in run.policy.squared_slopes(batches, outputs, algorithm.objective).items():
                     tally.mean(f"squared_slopes/{name}", squares)
