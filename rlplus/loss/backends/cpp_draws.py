@@ -8,6 +8,8 @@ from torch import Tensor
 
 from rlplus.loss.backends.native import (
     CHUNK_ROWS,
+    ENTROPY,
+    LOGPROB,
     cap_of,
     dense,
     fill_logits,
@@ -29,10 +31,12 @@ COLUMNS = 5  # fp32 or int32 numbers of a row: count, flat, variance, square, sl
 
 def draws(head: Head, on: Tensor, scratch_bytes: float) -> Iterator[tuple[slice, Drawn]]:
     """As `sampled.Drawer` has it."""
-    N, V = len(head.target), len(head.weight)
+    N = len(head.target)
+    V = len(head.weight)
     head = head._replace(hidden=dense(head.hidden), weight=dense(head.weight), target=head.target.contiguous())
     size = max(1, min(N, CHUNK_ROWS[head.hidden.dtype], int(scratch_bytes // (4 * V))))
-    scratch, bias = take_scratch(size * V), wide_bias(head)
+    scratch = take_scratch(size * V)
+    bias = wide_bias(head)
     for start in range(0, N, size):
         rows = slice(start, min(start + size, N))
         yield rows, _draw(head.rows(rows), on[rows], bias, scratch[: (rows.stop - start) * V].view(-1, V))
@@ -42,23 +46,37 @@ def draws(head: Head, on: Tensor, scratch_bytes: float) -> Iterator[tuple[slice,
 def _draw(head: Head, on: Tensor, bias: Tensor | None, z: Tensor) -> Drawn:
     """z (n, V): memory of the logits."""
     assert head.uniform is not None
-    (n, V), capacity, inverse = z.shape, MOST + 8, inverse_temperature(head)
+    n, V = z.shape
+    capacity = MOST + 8
+    inverse = inverse_temperature(head)
     fill_logits(head, gemm_of(head), z)
     statistics = row_statistics(z, head, bias)
     token = torch.empty(n, capacity, dtype=torch.int32)
-    w, logp = (z.new_empty(n, capacity) for _ in range(2))
+    w = z.new_empty(n, capacity)
+    logp = z.new_empty(n, capacity)
     slope = None if head.softcap is None else z.new_empty(n, capacity)
-    rows, on = z.new_empty(n, COLUMNS), on.to(torch.uint8).contiguous()
+    rows = z.new_empty(n, COLUMNS)
+    on = on.to(torch.uint8).contiguous()
     native().rlplus_draw(
         pointer(z), pointer(bias), pointer(head.target), int64(n), int64(V), pointer(inverse), cap_of(head),
         pointer(statistics), pointer(on), pointer(head.uniform.contiguous()), ctypes.c_double(head.threshold),
         int64(MOST), int64(capacity), *map(pointer, (token, w, logp, slope, rows)), torch.get_num_threads(),
     )  # fmt: skip
     count, flat = rows[:, :2].view(torch.int32).long().unbind(1)
+    variance, square, own_slope = rows[:, 2:].unbind(1)
     assert count.max() <= capacity, "a threshold of 1 / MOST or more keeps MOST + 1 elements at most"
     kept = torch.arange(capacity) < count[:, None]
     row = torch.arange(n).repeat_interleave(count)
-    of_cap, of_own = (None, None) if slope is None else (slope[kept], rows[:, 4])
-    logprob, entropy = statistics[:, 2], statistics[:, 3]
-    found = (row, token[kept].long(), w[kept], logp[kept], of_cap)
-    return Drawn(logprob, entropy, *found, own_slope=of_own, variance=rows[:, 2], square=rows[:, 3], flat=flat != 0)
+    return Drawn(
+        logprob=statistics[:, LOGPROB],
+        entropy=statistics[:, ENTROPY],
+        row=row,
+        token=token[kept].long(),
+        w=w[kept],
+        logp=logp[kept],
+        slope=None if slope is None else slope[kept],
+        own_slope=None if slope is None else own_slope,
+        variance=variance,
+        square=square,
+        flat=flat != 0,
+    )
