@@ -75,7 +75,11 @@ def _kept(kept: Any, target: Tensor, group: str) -> tuple[Tensor | None, Tensor 
         raise ValueError("want kept None with a head that is split over ranks")
     if not (isinstance(kept, tuple | list) and len(kept) == 2 and all(isinstance(x, Tensor) for x in kept)):
         raise ValueError(f"want kept a pair of tensors, offsets and tokens; got {describe(kept)}")
-    offsets, tokens = [x.long() if x.dtype == torch.int32 else x for x in kept]
+    offsets, tokens = kept
+    if offsets.dtype == torch.int32:
+        offsets = offsets.long()
+    if tokens.dtype == torch.int32:
+        tokens = tokens.long()
     for name, tensor, length in (("offsets", offsets, target.numel() + 1), ("tokens", tokens, tokens.numel())):
         check_tensor(f"kept {name}", tensor, (torch.Size([length]), target.device), dtype=torch.int64)
     return offsets, tokens
