@@ -27,7 +27,7 @@ from rich.markup import escape
 from rich.table import Table
 
 ROOT = Path(__file__).parent.parent
-PARTS = ("rlplus", "kernels", "csrc", "bench", "configs", "examples", "experiments", "hub", "packages", "tests")
+PARTS = ("rlplus", "src", "kernels", "csrc", "bench", "configs", "examples", "experiments", "hub", "packages", "tests")
 PARTS += (".github", "docs", "pyproject.toml", "setup.py", "mkdocs.yml", "Makefile", "LICENSE")
 PARTS += tuple(sorted(path.name for path in ROOT.glob("*.md")))
 TESTS = (*ROOT.glob("tests/**/*.py"), *ROOT.glob("packages/*/tests/*.py"))
