@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from rlplus.loss.backends.drawn_gradients import draw, gradients_of
-from rlplus.loss.backends.protocol import PolicyCall, PolicyResult, Slopes, Stored
+from rlplus.loss.backends.interface import PolicyCall, PolicyResult, Slopes, Stored
 from rlplus.loss.head.gradient_sum import Gradients, GradientSum, Want
 from rlplus.loss.head.head import (
     Head,

@@ -74,7 +74,10 @@ def estimate_seconds(config: Config, model: Model, memory: Memory, cluster: Clus
         seconds["statistics"] = statistics * (forward + head) / flops
         passes += statistics
     again = 1 if config.model.gradient_checkpointing else 0
-    gemms, share = 4 if algorithm.recipe.own_loss else 3, SAMPLED if train.backward == "sampled" else 1
+    gemms = 4 if algorithm.recipe.own_loss else 3
+    share = 1.0
+    if train.backward == "sampled":
+        share = 0.5 if algorithm.recipe.own_loss else SAMPLED  # a divergence computes two logits
     seconds["forward and backward"] = ((3 + again) * forward + gemms * share * head) / flops
     recipe, more = algorithm.recipe, groups * (rollouts + demonstrations) * (config.max_training_prompt - prompt)
     if teacher is not None:
