@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 from rlplus.common.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from rlplus.train.data.columns import per_token
     from rlplus.train.data.ends import ends_text, find_ends, turn_end, turn_warning
     from rlplus.train.data.examples import Example, load_examples, read_examples
     from rlplus.train.data.load_report import LoadReport
@@ -26,6 +25,7 @@ if TYPE_CHECKING:
         write_kept,
     )
     from rlplus.train.data.sampler import PromptSampler, variants
+    from rlplus.train.data.token_columns import per_token
     from rlplus.train.data.tokenizer import byte_tokenizer, load_tokenizer, response_text, token_texts
 
 __all__ = [
@@ -79,7 +79,7 @@ __getattr__, __dir__ = lazy_names(
         "ends": ("ends_text", "find_ends", "turn_end", "turn_warning"),
         "examples": ("Example", "load_examples", "read_examples"),
         "load_report": ("LoadReport",),
-        "columns": ("per_token",),
+        "token_columns": ("per_token",),
         "packing": ("MicroBatch", "Sample", "balance", "pack"),
         "problems": ("distinct", "found_columns", "load_problems", "read_problems"),
         "prompts": ("with_response",),

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from rlplus.common.chosen_experts import Experts, placed
 from rlplus.common.kept_sets import KeptSets
-from rlplus.train.data.columns import check_columns, joined_columns, per_token
+from rlplus.train.data.token_columns import check_columns, joined_columns, per_token
 
 
 @dataclass
