@@ -28,13 +28,21 @@ from rlplus.kernels.tiling import Block
 
 # Columns of values (n, WIDTH) fp32: the largest z and log sum e^(z - largest) of the student and the teacher; the mean
 # of log(p / q), or of log(p / m), under the student; the divergence; the derivative of the loss by it.
-LARGEST, LOGSUM = tl.constexpr(0), tl.constexpr(1)
-TEACHER_LARGEST, TEACHER_LOGSUM = tl.constexpr(2), tl.constexpr(3)
-MEAN, DIVERGENCE, WEIGHT, WIDTH = tl.constexpr(4), tl.constexpr(5), tl.constexpr(6), tl.constexpr(7)
-FORWARD, REVERSE, MIXED = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+LARGEST = tl.constexpr(0)
+LOGSUM = tl.constexpr(1)
+TEACHER_LARGEST = tl.constexpr(2)
+TEACHER_LOGSUM = tl.constexpr(3)
+MEAN = tl.constexpr(4)
+DIVERGENCE = tl.constexpr(5)
+WEIGHT = tl.constexpr(6)
+WIDTH = tl.constexpr(7)
+FORWARD = tl.constexpr(0)
+REVERSE = tl.constexpr(1)
+MIXED = tl.constexpr(2)
 
 # Estimates, not measured: the state of a row's logsumexps and sums takes 4 registers a column.
-ROWS, GRADIENT = Block(2048, 8), Block(2048, 8)
+ROWS = Block(2048, 8)
+GRADIENT = Block(2048, 8)
 
 
 class Transform(NamedTuple):
@@ -111,7 +119,8 @@ def _grow(z, inside, largest, rest):
 @triton.jit
 def _logsum(largest, rest, BLOCK_V: tl.constexpr):
     """The largest z of all columns, and log sum e^(z - largest)."""
-    top, column = tl.max(largest, 0), tl.arange(0, BLOCK_V)
+    top = tl.max(largest, 0)
+    column = tl.arange(0, BLOCK_V)
     first = tl.min(tl.where(largest == top, column, BLOCK_V), 0)
     shares = tl.where(column == first, rest, (1.0 + rest) * _exp(largest - top))
     return top, _log1p(tl.sum(shares, 0))
@@ -143,7 +152,8 @@ def _terms(logp, logq, beta, KIND: tl.constexpr):
         term = _exp(logp) * d - gap
         mean = term
     else:
-        p, rest = _exp(logp), _rest(d, decay, beta)
+        p = _exp(logp)
+        rest = _rest(d, decay, beta)
         of_p = tl.minimum(d, 0.0) - rest
         mean = p * of_p - beta * gap
         term = (1.0 - beta) * p * of_p - beta * _exp(logq) * (tl.maximum(d, 0.0) + rest)
@@ -165,7 +175,8 @@ def _divergence_kernel(
         softcap = _at_rows(softcap, row_temperature, n, True)
     if teacher_softcap is not None:
         teacher_softcap = _at_rows(teacher_softcap, teacher_row_temperature, n, True)
-    row, teacher_row = logits + n * stride, teacher_logits + n * teacher_stride
+    row = logits + n * stride
+    teacher_row = teacher_logits + n * teacher_stride
     s_largest = tl.full((BLOCK_V,), LOWEST, tl.float32)
     t_largest = tl.full((BLOCK_V,), LOWEST, tl.float32)
     s_rest = tl.full((BLOCK_V,), -1.0, tl.float32)
@@ -180,7 +191,8 @@ def _divergence_kernel(
         t_largest, t_rest = _grow(tl.where(inside, t, LOWEST), inside, t_largest, t_rest)
     s_top, s_logsum = _logsum(s_largest, s_rest, BLOCK_V)
     t_top, t_logsum = _logsum(t_largest, t_rest, BLOCK_V)
-    terms, means = tl.zeros((BLOCK_V,), tl.float32), tl.zeros((BLOCK_V,), tl.float32)
+    terms = tl.zeros((BLOCK_V,), tl.float32)
+    means = tl.zeros((BLOCK_V,), tl.float32)
     for start in range(0, W, BLOCK_V):
         v = start + tl.arange(0, BLOCK_V)
         inside = v < V
@@ -215,7 +227,9 @@ def _difference_kernel(
     if teacher_softcap is not None:
         teacher_softcap = _at_rows(teacher_softcap, teacher_row_temperature, n, True)
     v = tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)
-    known, there, inside = values + n * WIDTH, v < W, v < V
+    known = values + n * WIDTH
+    there = v < W
+    inside = v < V
     weight = tl.load(known + WEIGHT)
     dz = tl.zeros((BLOCK_V,), tl.float32)
     if weight != 0:
@@ -225,7 +239,8 @@ def _difference_kernel(
         t = _z(t, v, inside, teacher_bias, teacher_inv_temperature, teacher_softcap)
         logp = _floor(s - tl.load(known + LARGEST) - tl.load(known + LOGSUM))
         logq = _floor(t - tl.load(known + TEACHER_LARGEST) - tl.load(known + TEACHER_LOGSUM))
-        d, mean = logp - logq, tl.load(known + MEAN)
+        d = logp - logq
+        mean = tl.load(known + MEAN)
         if KIND == REVERSE:
             dz = _exp(logp) * (d - mean)
         else:

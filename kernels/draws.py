@@ -13,8 +13,15 @@ from rlplus.kernels.elementwise import FUSION, LN_2, _at_rows, _exp, _expm1, _fl
 from rlplus.kernels.linear_logprob import check, check_rows
 from rlplus.kernels.row_values import ENTROPY, LOGPROB, LOGSUM, REFERENCE, WIDTH
 
-OF_EXPONENTIALS, OF_LOGITS = {"BLOCK_V": 1024, "num_warps": 4}, {"BLOCK_V": 1024, "num_warps": 8}  # 16 bytes a thread
-COUNT, FLAT, VARIANCE, SQUARE, SUMS = (tl.constexpr(i) for i in range(5))
+# 16 bytes a thread.
+OF_EXPONENTIALS = {"BLOCK_V": 1024, "num_warps": 4}
+OF_LOGITS = {"BLOCK_V": 1024, "num_warps": 8}
+# Columns of sums (n, SUMS).
+COUNT = tl.constexpr(0)
+FLAT = tl.constexpr(1)
+VARIANCE = tl.constexpr(2)
+SQUARE = tl.constexpr(3)
+SUMS = tl.constexpr(4)
 
 
 def draw_rows(
@@ -51,8 +58,12 @@ def _pass(
     """Elements at this level: their number, the number of large p, mass and squares of the others, all squares."""
     V, W, K = sizes
     none = (y * 0).to(tl.int32)  # a tensor in the interpreter, too
-    count, large, total = none, none, u * level
-    mass, mass_squares, squares = 0.0, 0.0, 0.0
+    count = none
+    large = none
+    total = u * level
+    mass = 0.0
+    mass_squares = 0.0
+    squares = 0.0
     for start in range(0, V, BLOCK_V):
         v = start + tl.arange(0, BLOCK_V)
         inside = v < V
@@ -67,7 +78,8 @@ def _pass(
         p = tl.where(inside & (v != y), p, 0.0)
         big = p >= level
         tail = tl.where(big, 0.0, p)
-        step, look = tl.sum(tail, 0), tl.max(p, 0)
+        step = tl.sum(tail, 0)
+        look = tl.max(p, 0)
         mass += step
         mass_squares += tl.sum(tail * tail, 0)
         squares += tl.sum(p * p, 0)
@@ -96,20 +108,30 @@ def _draw_kernel(
     softcap, row_temperature, EXPONENTIALS: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     level, raised, most = levels
-    K = sizes[2]
+    _, _, K = sizes
     n = tl.program_id(0).to(tl.int64)
     inv_temperature = _at_rows(inv_temperature, row_temperature, n, True)
     if softcap is not None:
         softcap = _at_rows(softcap, row_temperature, n, True)
     known = values + n * WIDTH
-    logprob, entropy = tl.load(known + LOGPROB), tl.load(known + ENTROPY)
-    reference, logsum = tl.load(known + REFERENCE), tl.load(known + LOGSUM)
-    token, w, logp, row = token + n * K, w + n * K, logp + n * K, rows + n * stride
+    logprob = tl.load(known + LOGPROB)
+    entropy = tl.load(known + ENTROPY)
+    reference = tl.load(known + REFERENCE)
+    logsum = tl.load(known + LOGSUM)
+    token += n * K
+    w += n * K
+    logp += n * K
+    row = rows + n * stride
     if slope is not None:
         slope += n * K
-    y, u, out = tl.load(target + n), tl.load(uniform + n), sums + n * SUMS
+    y = tl.load(target + n)
+    u = tl.load(uniform + n)
+    out = sums + n * SUMS
     none = (y * 0).to(tl.int32)
-    count, flat, variance, square = none, none, 0.0, 0.0
+    count = none
+    flat = none
+    variance = 0.0
+    square = 0.0
     if (tl.load(on + n) != 0) & (entropy == entropy):
         count, large, mass, below, square = _pass(
             token, w, logp, slope, row, sizes, y, u, level, reference, logsum, bias, inv_temperature, softcap,

@@ -11,7 +11,8 @@ if triton.knobs.runtime.interpret and triton.__version__.startswith("3.6."):
 FUSION = {"enable_fp_fusion": True}  # stated: the environment could switch it off, and with it the bits of the results
 FLOOR = tl.constexpr(-1e30)
 LOWEST = tl.constexpr(-3.4028234663852886e38)  # a reference where no logit is above -inf
-LOG2_E, LN_2 = tl.constexpr(1.4426950408889634), tl.constexpr(0.6931471805599453)
+LOG2_E = tl.constexpr(1.4426950408889634)
+LN_2 = tl.constexpr(0.6931471805599453)
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)  # Triton's interpreter knows no assembly
 
 

@@ -50,7 +50,8 @@ def row_exponentials(
     check_rows("logits", logits, len(target), V, float32)
     if exponentials is not None:
         check_rows("exponentials", exponentials, len(target), V)
-    parts, n = len(partial), len(target)
+    parts = len(partial)
+    n = len(target)
     if partial.shape != (parts, PARTIALS.value, n) or (parts > 1 and (carry or exponentials is not None)):
         raise ValueError(f"want partial (parts, {PARTIALS.value}, {n}), of one part if something is kept; got {parts}")
     if n:
@@ -113,7 +114,8 @@ def _sums(exponentials, row, span, V, y, reference, bias, inv_temperature, softc
     first, last = span
     for start in range(first, last, BLOCK_V):
         v = start + tl.arange(0, BLOCK_V)
-        there, inside = v < last, v < V
+        there = v < last
+        inside = v < V
         raw = tl.load(row + v, there, 0.0)
         d = _floor((_z(raw, v, inside, bias, inv_temperature, softcap) - reference) * LOG2_E)
         d = tl.where(inside & (v != y), d, NOTHING)
@@ -135,22 +137,28 @@ def _row_kernel(
     stride, stride_e = strides
     V, W, width = sizes
     n = tl.program_id(0).to(tl.int64)  # 15k rows of 152k logits are past int32
-    N, y = tl.num_programs(0), tl.load(target + n)
+    N = tl.num_programs(0)
+    y = tl.load(target + n)
     inv_temperature = _at_rows(inv_temperature, row_temperature, n, True)
     if softcap is not None:
         softcap = _at_rows(softcap, row_temperature, n, True)
     first = tl.program_id(1) * width
     span = (first, tl.minimum(first + width, W))
-    row, part = logits + n * stride, partial + tl.program_id(1) * PARTIALS * N + n
+    row = logits + n * stride
+    part = partial + tl.program_id(1) * PARTIALS * N + n
     if exponentials is not None:
         exponentials += n * stride_e
     reference = tl.load(values + n * WIDTH + REFERENCE)
-    s_before, t_before = 0.0, 0.0
+    s_before = 0.0
+    t_before = 0.0
     if CARRY:
-        reference, s_before, t_before = tl.load(part), tl.load(part + N), tl.load(part + 2 * N)
+        reference = tl.load(part)
+        s_before = tl.load(part + N)
+        t_before = tl.load(part + 2 * N)
     zeros = tl.zeros((BLOCK_V,), tl.float32)
     s, t = _sums(exponentials, row, span, V, y, reference, bias, inv_temperature, softcap, zeros, zeros, BLOCK_V)
-    s_all, t_all = s_before + tl.sum(s, 0), t_before + tl.sum(t, 0) * LN_2
+    s_all = s_before + tl.sum(s, 0)
+    t_all = t_before + tl.sum(t, 0) * LN_2
     if (s_all <= LARGEST) == 0:
         top = tl.full((BLOCK_V,), LOWEST, tl.float32)
         for start in range(span[0], span[1], BLOCK_V):
@@ -175,12 +183,19 @@ def _close_kernel(
     ENTROPY_BONUS: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     n = tl.program_id(0).to(tl.int64)
-    known, row = values + n * WIDTH, exponentials + n * stride
-    a, h, y = tl.load(known + DLOGPROB), tl.load(known + DENTROPY), tl.load(target + n)
-    logprob, logsum, entropy = tl.load(known + LOGPROB), tl.load(known + LOGSUM), tl.load(known + ENTROPY)
+    known = values + n * WIDTH
+    row = exponentials + n * stride
+    a = tl.load(known + DLOGPROB)
+    h = tl.load(known + DENTROPY)
+    y = tl.load(target + n)
+    logprob = tl.load(known + LOGPROB)
+    logsum = tl.load(known + LOGSUM)
+    entropy = tl.load(known + ENTROPY)
     inv_temperature = _at_rows(inv_temperature, row_temperature, n, True)
-    inverse, mine = _exp(-logsum) * inv_temperature, -a * _expm1(logprob) * tl.load(known + SLOPE)
-    first, idle = tl.program_id(1) * BLOCK_V, (a == 0) & (h == 0)
+    inverse = _exp(-logsum) * inv_temperature
+    mine = -a * _expm1(logprob) * tl.load(known + SLOPE)
+    first = tl.program_id(1) * BLOCK_V
+    idle = (a == 0) & (h == 0)
     if idle:
         for start in range(first, V, BLOCK_V * tl.num_programs(1)):
             v = start + tl.arange(0, BLOCK_V)
@@ -213,15 +228,21 @@ def _gradient_kernel(
     if softcap is not None:
         softcap = _at_rows(softcap, row_temperature, n, True)
     v = tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)
-    out, known, there, inside = dlogits + n * stride_d + v, values + n * WIDTH, v < W, v < V
-    a, h = tl.load(known + DLOGPROB), tl.load(known + DENTROPY)
+    out = dlogits + n * stride_d + v
+    known = values + n * WIDTH
+    there = v < W
+    inside = v < V
+    a = tl.load(known + DLOGPROB)
+    h = tl.load(known + DENTROPY)
     dz = tl.zeros((BLOCK_V,), tl.float32)
     if (a != 0) | (h != 0):
-        a, h = a * inv_temperature, h * inv_temperature
+        a *= inv_temperature
+        h *= inv_temperature
         raw = tl.load(logits + n * stride + v, there, 0.0)
         z = _z(raw, v, inside, bias, inv_temperature, softcap)
         logp = _floor(z - tl.load(known + REFERENCE) - tl.load(known + LOGSUM))
-        p, logprob = _exp(logp), tl.load(known + LOGPROB)
+        p = _exp(logp)
+        logprob = tl.load(known + LOGPROB)
         at_target = v == tl.load(target + n)
         dz = tl.where(at_target, -a * _expm1(logprob), -a * p)
         dz -= h * p * (tl.where(at_target, logprob, logp) + tl.load(known + ENTROPY))

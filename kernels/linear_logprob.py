@@ -95,7 +95,8 @@ def linear_exponentials(
     each of their tiles has its own reference, its largest logit; with them it is their REFERENCE, which `finish_rows`
     updated.
     """
-    (n, H), V = hidden.shape, len(weight)
+    n, H = hidden.shape
+    V = len(weight)
     check(values, target, row_temperature)
     if exponentials is not None:
         check_rows("exponentials", exponentials, n, V)
@@ -115,7 +116,8 @@ def linear_exponentials(
     if tma:
         boxes = ((tile.BLOCK_M, tile.BLOCK_H), (tile.BLOCK_V, tile.BLOCK_H), (tile.BLOCK_M, tile.BLOCK_V))
         for i, box in enumerate(boxes[: 2 + (exponentials is not None)]):
-            matrices[i], strides[i] = TensorDescriptor.from_tensor(matrices[i], list(box)), 0  # it knows its stride
+            matrices[i] = TensorDescriptor.from_tensor(matrices[i], list(box))
+            strides[i] = 0  # the descriptor knows its stride
     programs = min(triton.cdiv(n, tile.BLOCK_M) * columns, at_once(hidden, tile))
     hidden, weight, exponentials = matrices
     _tile_kernel[(programs,)](
@@ -191,7 +193,8 @@ def _target_kernel(
         a = tl.load(hidden + n * stride_n + h * stride_h, h < H, 0.0).to(tl.float32)
         total += a * tl.load(weight + y * stride_v + h * stride_w, h < H, 0.0).to(tl.float32)
     inv_temperature = _at_rows(inv_temperature, row_temperature, n, True)
-    logit, out = tl.sum(total, 0), values + n * WIDTH
+    logit = tl.sum(total, 0)
+    out = values + n * WIDTH
     if softcap is None:
         tl.store(out + SLOPE, 1.0)
     else:
@@ -208,12 +211,14 @@ def _tile_kernel(
     inv_temperature, softcap, row_temperature,
     BLOCK_M: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_H: tl.constexpr, GROUP_M: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
-    rows, V = sizes[0], sizes[1]
+    rows, V, _, _ = sizes
     if listed is not None:
         rows = tl.load(count).to(tl.int32)
-    tiles_m, tiles_v = tl.cdiv(rows, BLOCK_M), tl.cdiv(V, BLOCK_V)
+    tiles_m = tl.cdiv(rows, BLOCK_M)
+    tiles_v = tl.cdiv(V, BLOCK_V)
     for tile in range(tl.program_id(0), tiles_m * tiles_v, tl.num_programs(0)):
-        group, within = tile // (GROUP_M * tiles_v), tile % (GROUP_M * tiles_v)
+        group = tile // (GROUP_M * tiles_v)
+        within = tile % (GROUP_M * tiles_v)
         size = tl.minimum(tiles_m - group * GROUP_M, GROUP_M)
         _tile(
             partial, exponentials, values, hidden, weight, target, bias, listed, rows, sizes, strides,
@@ -230,7 +235,8 @@ def _tile(
 ):  # fmt: skip
     n, V, H, W = sizes
     stride_hidden, stride_weight, stride_e = strides
-    m, v = tile_m * BLOCK_M + tl.arange(0, BLOCK_M), tile_v * BLOCK_V + tl.arange(0, BLOCK_V)
+    m = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
+    v = tile_v * BLOCK_V + tl.arange(0, BLOCK_V)
     here = m < rows
     if listed is not None:
         m = tl.load(listed + m, here, 0).to(tl.int32)
@@ -312,19 +318,25 @@ def _finish_kernel(
     if AGAIN:
         here = here & (tl.load(marked + rows, here, 0) != 0)
     y = tl.load(target + rows, here, -1)
-    out, known = values + rows * WIDTH, (y >= 0) & (y < V)
+    out = values + rows * WIDTH
+    known = (y >= 0) & (y < V)
     z = tl.load(out + LOGPROB, here & known, 0.0)  # must precede the sums' barriers: threads may share a row
     m = tl.full((BLOCK_N,), -float("inf"), tl.float32)
-    s, t = tl.zeros((BLOCK_N,), tl.float32), tl.zeros((BLOCK_N,), tl.float32)
+    s = tl.zeros((BLOCK_N,), tl.float32)
+    t = tl.zeros((BLOCK_N,), tl.float32)
     for start in range(0, parts, BLOCK_T):
         part = start + tl.arange(0, BLOCK_T)
         at = partial + (part * PARTIALS).to(tl.int64)[:, None] * n + rows[None, :]
         inside = (part < parts)[:, None] & here[None, :]
         m_part = tl.load(at, inside, -float("inf"))
-        s_part, t_part = tl.load(at + n, inside, 0.0), tl.load(at + 2 * n, inside, 0.0)
-        m_old, m = m, tl.maximum(m, tl.max(m_part, 0))
-        up, d = _floor(m_old - m), _floor(m_part - m[None, :])
-        decay, e = _exp(up), _exp(d)
+        s_part = tl.load(at + n, inside, 0.0)
+        t_part = tl.load(at + 2 * n, inside, 0.0)
+        m_old = m
+        m = tl.maximum(m, tl.max(m_part, 0))
+        up = _floor(m_old - m)
+        d = _floor(m_part - m[None, :])
+        decay = _exp(up)
+        e = _exp(d)
         t = decay * (t + up * s) + tl.sum(e * (t_part + d * s_part), 0)
         s = decay * s + tl.sum(e * s_part, 0)
     d = _floor(z - m)

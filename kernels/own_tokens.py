@@ -36,13 +36,15 @@ def add_to_weight(dweight: Tensor, own: Tensor, hidden: Tensor, target: Tensor) 
     Any floating dtypes and strides; target (n,) int64, and both it and hidden are read where own is not 0. A token's
     rows are summed in their order, by one program: the same inputs give the same bits.
     """
-    (V, H), n = dweight.shape, len(own)
+    V, H = dweight.shape
+    n = len(own)
     if hidden.shape != (n, H) or own.shape != (n,) or target.shape != (n,):
         got = ", ".join(str(tuple(x.shape)) for x in (dweight, own, hidden, target))
         raise ValueError(f"want dweight (V, H), own (n,), hidden (n, H), target (n,); got {got}")
     if n:
         token, order = target.where(own != 0, V).sort(stable=True)
-        grid, strides = (n, triton.cdiv(H, WEIGHT["BLOCK_C"])), (*dweight.stride(), *hidden.stride())
+        grid = (n, triton.cdiv(H, WEIGHT["BLOCK_C"]))
+        strides = (*dweight.stride(), *hidden.stride())
         _own_weight_kernel[grid](dweight, own, hidden, token, order, n, (V, H), strides, **WEIGHT)
 
 
@@ -51,7 +53,9 @@ def _own_hidden_kernel(product, factor, own, weight, target, H, strides, BLOCK_C
     stride_v, stride_w = strides
     n = tl.program_id(0).to(tl.int64)
     h = (tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)).to(tl.int64)
-    scale, mine, at = tl.load(factor + n), tl.load(own + n), product + n * H + h
+    scale = tl.load(factor + n)
+    mine = tl.load(own + n)
+    at = product + n * H + h
     y = tl.where(mine == 0, 0, tl.load(target + n))
     row = tl.load(weight + y * stride_v + h * stride_w, h < H, 0.0).to(tl.float32)
     tl.store(at, scale * tl.load(at, h < H, 0.0) + mine * row, h < H)
@@ -68,7 +72,8 @@ def _own_weight_kernel(
     # The program of a token's first row takes all of them.
     if (y < V) & (y != tl.load(token + start - 1, start > 0, -1)):
         h = (tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)).to(tl.int64)
-        total, more = tl.zeros((BLOCK_N, BLOCK_C), tl.float32), True
+        total = tl.zeros((BLOCK_N, BLOCK_C), tl.float32)
+        more = True
         while more:
             i = start + tl.arange(0, BLOCK_N)
             here = tl.load(token + i, i < N, V) == y

@@ -102,14 +102,16 @@ def _ratio(logprob, old, A, c):
 @triton.jit
 def _clip(logprob, old, A, c):
     r = tl.exp(logprob - old)
-    low, high = 1.0 - c.clip_low, 1.0 + c.clip_high
+    low = 1.0 - c.clip_low
+    high = 1.0 + c.clip_high
     gain = r * A
     bound = tl.where(r < low, low, tl.where(r > high, high, r)) * A
     clipped = bound < gain
     gain = tl.where(clipped, bound, gain)
     floor = c.dual_clip * A
     below = (A < 0) & (gain < floor)
-    gain, clipped = tl.where(below, floor, gain), clipped | below
+    gain = tl.where(below, floor, gain)
+    clipped = clipped | below
     return -gain, tl.where(clipped, 0.0, -A * r), clipped & (r < 1), clipped & (r > 1)
 
 
@@ -128,15 +130,19 @@ def _cispo(logprob, old, A, c):
 
 @triton.jit
 def _sapo(logprob, old, A, c):
-    r, tau = tl.exp(logprob - old), tl.where(A > 0, c.tau_pos, c.tau_neg)
-    gate, rest = _sigmoid(tau * (r - 1.0)), _sigmoid(tau * (1.0 - r))
+    r = tl.exp(logprob - old)
+    tau = tl.where(A > 0, c.tau_pos, c.tau_neg)
+    gate = _sigmoid(tau * (r - 1.0))
+    rest = _sigmoid(tau * (1.0 - r))
     return -A * 4.0 / tau * gate, -A * tl.where(rest == 0, 0.0, 4.0 * r * gate * rest), A < A, A < A
 
 
 @triton.jit
 def _dppo(logprob, old, A, c):
-    r, moved = tl.exp(logprob - old), tl.exp(logprob) - tl.exp(old)
-    low, high = (A < 0) & (moved < -c.clip_low), (A > 0) & (moved > c.clip_high)
+    r = tl.exp(logprob - old)
+    moved = tl.exp(logprob) - tl.exp(old)
+    low = (A < 0) & (moved < -c.clip_low)
+    high = (A > 0) & (moved > c.clip_high)
     slope = tl.where(low | high, 0.0, -A * tl.where(r > c.ratio_cap, c.ratio_cap, r))
     return slope * logprob, slope, low, high
 
@@ -148,7 +154,8 @@ def _dppo(logprob, old, A, c):
 def _mis(logprob, old, behavior, c, BEHAVIOR: tl.constexpr):
     s = c.mixture_share
     if BEHAVIOR:
-        one, other = behavior + tl.log(s), old + tl.log(1.0 - s)
+        one = behavior + tl.log(s)
+        other = old + tl.log(1.0 - s)
         gap = tl.where(one == other, 0.0, -tl.abs(one - other))
         logaddexp = tl.where(one > other, one, other) + tl.log(1.0 + tl.exp(gap))
         g = tl.exp(logprob - logaddexp)
@@ -220,33 +227,47 @@ def _internal(logprob, old, A, c, TERMS: tl.constexpr):
 def _external(logprob, old, behavior, A, c, BEHAVIOR: tl.constexpr, TERMS: tl.constexpr, WEIGHTED: tl.constexpr):
     """Loss, slope, and weight of a demonstrated token."""
     if TERMS is None:
-        loss, slope, weight = tl.zeros_like(A), tl.zeros_like(A), tl.zeros_like(A)
+        loss = tl.zeros_like(A)
+        slope = tl.zeros_like(A)
+        weight = tl.zeros_like(A)
     else:
         rest = -_expm1(tl.where(logprob > 0, 0.0, logprob))  # 1 - p
         explore = c.external_coef * tl.where(c.gamma == 0, 1.0, tl.exp(c.gamma * tl.log(rest)))
         g, dg = TERMS(logprob, old, behavior, c, BEHAVIOR)
         if WEIGHTED:
             silent = A == 0
-            loss, slope = tl.where(silent, 0.0, -A * explore * g), tl.where(silent, 0.0, -A * explore * dg)
+            loss = tl.where(silent, 0.0, -A * explore * g)
+            slope = tl.where(silent, 0.0, -A * explore * dg)
             weight = g
         else:
-            loss, slope, weight = -explore * g, -explore * dg, dg
+            loss = -explore * g
+            slope = -explore * dg
+            weight = dg
     return loss, slope, weight
+
+
+@triton.jit
+def _k3(d):
+    """e^d - 1 - d, an estimate of a divergence from a log ratio."""
+    return _expm1(d) - d
 
 
 @triton.jit
 def _kl(logprob, old, ref, is_external, KL: tl.constexpr):
     """The estimate of the divergence from the reference policy, and its slope."""
     d = ref - logprob
-    k3 = _expm1(d) - d
+    k3 = _k3(d)
     if KL == "k2":
-        value, slope = 0.5 * d * d, -d
+        value = 0.5 * d * d
+        slope = -d
     elif KL == "k3":
-        value, slope = k3, -_expm1(d)
+        value = k3
+        slope = -_expm1(d)
     else:
         tl.static_assert(KL == "k3-unbiased")
         r = tl.where(is_external, 1.0, tl.exp(logprob - old))
-        value, slope = r * k3, -r * d
+        value = r * k3
+        slope = -r * d
     return value, slope
 
 
@@ -256,30 +277,41 @@ def _mismatch(old, engine, c, ENGINE: tl.constexpr, MISMATCH: tl.constexpr):
     if ENGINE:
         gap = old - engine
         ratio = tl.exp(gap)
-        below, above = ratio < c.mismatch_low, ratio > c.mismatch_cap
+        below = ratio < c.mismatch_low
+        above = ratio > c.mismatch_cap
         if MISMATCH == "mask":
             bounded = tl.where(below | above, 0.0, ratio)
         else:
             tl.static_assert(MISMATCH == "truncate")
             bounded = tl.where(below, c.mismatch_low, tl.where(above, c.mismatch_cap, ratio))
         has_cap = c.mismatch_cap < float("inf")
-        weight, outside = tl.where(has_cap, bounded, 1.0), has_cap & (below | above)
+        weight = tl.where(has_cap, bounded, 1.0)
+        outside = has_cap & (below | above)
     else:
-        gap, weight, outside = tl.zeros_like(old), tl.full(old.shape, 1.0, tl.float32), old < old
+        gap = tl.zeros_like(old)
+        weight = tl.full(old.shape, 1.0, tl.float32)
+        outside = old < old
     return gap, weight, outside
 
 
 @triton.jit
+def _store_sums(sums, terms):
+    for i in tl.static_range(SUMS):
+        tl.store(sums + i, tl.sum(terms[i], 0))
+
+
+@triton.jit
 def _token_loss_kernel(
-    values, sums, constants, coefficients, N,
-    OLD: tl.constexpr, BEHAVIOR: tl.constexpr, ENGINE: tl.constexpr,
+    values, sums, constants, c, N, OLD: tl.constexpr, BEHAVIOR: tl.constexpr, ENGINE: tl.constexpr,
     INTERNAL_TERMS: tl.constexpr, EXTERNAL_TERMS: tl.constexpr, WEIGHTED: tl.constexpr,
     KL: tl.constexpr, MISMATCH: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    here, c = n < N, coefficients
-    row, value = constants + n * CONSTANTS, values + n * WIDTH
-    logprob, entropy = tl.load(value + LOGPROB, here, 0.0), tl.load(value + ENTROPY, here, 0.0)
+    here = n < N
+    row = constants + n * CONSTANTS
+    value = values + n * WIDTH
+    logprob = tl.load(value + LOGPROB, here, 0.0)
+    entropy = tl.load(value + ENTROPY, here, 0.0)
     A = tl.load(row + ADVANTAGE, here, 0.0)
     weight = tl.load(row + TOKEN_WEIGHT, here, 0.0)
     is_external = tl.load(row + EXTERNAL_TOKEN, here, 0.0) != 0
@@ -289,7 +321,8 @@ def _token_loss_kernel(
     engine = tl.load(row + ENGINE_LOGPROB, here, 0.0)
     entropy_weight = tl.load(row + ENTROPY_WEIGHT, here, 0.0)
     on = weight != 0
-    internal, external = on & (is_external == 0), on & is_external
+    internal = on & (is_external == 0)
+    external = on & is_external
 
     loss_int, slope_int, low, high = _internal(logprob, old, A, c, INTERNAL_TERMS)
     loss_ext, slope_ext, ratio_ext = _external(logprob, old, behavior, A, c, BEHAVIOR, EXTERNAL_TERMS, WEIGHTED)
@@ -305,30 +338,26 @@ def _token_loss_kernel(
     tl.store(value + DLOGPROB, dlogprob, here)
     tl.store(value + DENTROPY, dentropy, here)
 
-    p = tl.exp(logprob)
-    log_ratio = logprob - old
-    one = tl.full((BLOCK_N,), 1.0, tl.float32)
     terms = (
-        tl.where(on, one, 0.0),
-        tl.where(internal, one, 0.0),
-        tl.where(external, one, 0.0),
-        tl.where((dlogprob != 0) | (dentropy != 0), one, 0.0),
+        tl.where(on, 1.0, 0.0),
+        tl.where(internal, 1.0, 0.0),
+        tl.where(external, 1.0, 0.0),
+        tl.where((dlogprob != 0) | (dentropy != 0), 1.0, 0.0),
         tl.where(internal & kept, weight * weight_int * loss_int, 0.0),
         tl.where(external, weight * loss_ext, 0.0),
         tl.where(on & has_kl, weight * c.kl_coef * kl, 0.0),
         tl.where(has_entropy, dentropy * entropy, 0.0),
         tl.where(on, entropy, 0.0),
         tl.where(internal, entropy, 0.0),
-        tl.where(internal, p, 0.0),
-        tl.where(external, p, 0.0),
+        tl.where(internal, tl.exp(logprob), 0.0),
+        tl.where(external, tl.exp(logprob), 0.0),
         tl.where(external, ratio_ext, 0.0),
-        tl.where(internal, _expm1(log_ratio) - log_ratio, 0.0),
+        tl.where(internal, _k3(logprob - old), 0.0),
         tl.where(internal & has_kl, logprob - ref, 0.0),
-        tl.where(internal & low, one, 0.0),
-        tl.where(internal & high, one, 0.0),
+        tl.where(internal & low, 1.0, 0.0),
+        tl.where(internal & high, 1.0, 0.0),
         tl.where(internal, tl.abs(gap), 0.0),
-        tl.where(internal & (tl.abs(_expm1(gap)) > 0.1), one, 0.0),
-        tl.where(internal & outside, one, 0.0),
+        tl.where(internal & (tl.abs(_expm1(gap)) > 0.1), 1.0, 0.0),
+        tl.where(internal & outside, 1.0, 0.0),
     )
-    for i in tl.static_range(20):
-        tl.store(sums + tl.program_id(0) * SUMS + i, tl.sum(terms[i], 0))
+    _store_sums(sums + tl.program_id(0) * SUMS, terms)

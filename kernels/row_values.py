@@ -11,5 +11,11 @@ SLOPE     the derivative of z[y] by the logit below a softcap
 
 import triton.language as tl
 
-LOGPROB, ENTROPY, REFERENCE, LOGSUM = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
-DLOGPROB, DENTROPY, SLOPE, WIDTH = tl.constexpr(4), tl.constexpr(5), tl.constexpr(6), tl.constexpr(7)
+LOGPROB = tl.constexpr(0)
+ENTROPY = tl.constexpr(1)
+REFERENCE = tl.constexpr(2)
+LOGSUM = tl.constexpr(3)
+DLOGPROB = tl.constexpr(4)
+DENTROPY = tl.constexpr(5)
+SLOPE = tl.constexpr(6)
+WIDTH = tl.constexpr(7)

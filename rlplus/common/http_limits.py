@@ -22,7 +22,8 @@ class _Receives(io.RawIOBase):
     """A socket's bytes until a time; `waits`: that time is counted from the first byte on, see BEGUN_S."""
 
     def __init__(self, connected: socket.socket, until: float | None) -> None:
-        self._connected, self._until = connected, until
+        self._connected = connected
+        self._until = until
         self._file = connected.makefile("rb", buffering=0)  # keeps the socket open where the connection lets go of it
 
     def readable(self) -> bool:
@@ -55,7 +56,8 @@ class _Answering:
     """The socket of a connection, for the response that reads from it."""
 
     def __init__(self, connected: socket.socket, until: float | None) -> None:
-        self._connected, self._until = connected, until
+        self._connected = connected
+        self._until = until
 
     def makefile(self, _: str) -> io.BufferedReader:
         return _Reader(_Receives(self._connected, self._until))
@@ -74,7 +76,8 @@ def answered(connection: http.client.HTTPConnection, until: float | None, most: 
         raise http.client.HTTPException(f"want one Content-Length of digits; got {', '.join(sorted(lengths)):.100}")
     if (response.length or 0) > most:
         raise TooLong(f"want an answer of at most {most:,} bytes; got one of {response.length:,}")
-    pieces, size = [], 0
+    pieces = []
+    size = 0
     while piece := response.read(PIECE):
         pieces.append(piece)
         if (size := size + len(piece)) > most:

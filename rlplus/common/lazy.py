@@ -45,12 +45,14 @@ def importing_from(folder: str) -> Iterator[None]:
 def import_function(reference: str) -> Any:
     """Import "module:name", also from the current folder, or "folder/file.py:name". ImportError or AttributeError."""
     module, _, name = reference.rpartition(":")
-    folder, file = os.getcwd(), ""
+    folder = os.getcwd()
+    file = ""
     if module.endswith(".py"):
         file = os.path.abspath(module)
         if not os.path.isfile(file):
             raise ImportError(f"there is no file {file}")
-        folder, module = os.path.dirname(file), os.path.basename(file).removesuffix(".py")
+        folder = os.path.dirname(file)
+        module = os.path.basename(file).removesuffix(".py")
     with importing_from(folder):
         found = import_module(module)
     if file and getattr(found, "__file__", None) != file:

@@ -56,7 +56,8 @@ def rank() -> int:
 
 
 def _number(name: str) -> int:
-    text, least = os.environ[name], NUMBERS[name]
+    text = os.environ[name]
+    least = NUMBERS[name]
     if not (text.isascii() and text.isdecimal() and len(text) < 10) or int(text) < least:
         raise ValueError(f"want the launcher's variable {name} a whole number from {least} on; got {text!r}")
     return int(text)

@@ -21,7 +21,9 @@ from rlplus.common.durable import UNSEALED, is_sealed, remove_unfinished, replac
 if TYPE_CHECKING:
     from torch import Tensor
 
-FACTS, HEAD, LOCK = "states.json", "head.safetensors", ".lock"
+FACTS = "states.json"
+HEAD = "head.safetensors"
+LOCK = ".lock"
 SHARD_BYTES = 1 << 28  # writing takes three times as much memory
 logger = logging.getLogger(__name__)
 
@@ -96,7 +98,8 @@ class TeacherStates:
         """The head's weight, and its bias if it has one."""
         from safetensors.torch import load_file
 
-        checksums, path = self._tensors(self.folder / HEAD), self.folder / HEAD
+        checksums = self._tensors(self.folder / HEAD)
+        path = self.folder / HEAD
         head = load_file(path)
         for name, tensor in head.items():
             _compare(tensor, checksums[name], path)
@@ -153,7 +156,8 @@ class StatesWriter:
     """
 
     def __init__(self, folder: Path, teacher: Mapping[str, Any], head: "Mapping[str, Tensor]") -> None:
-        self.folder, self._teacher = folder, dict(teacher)
+        self.folder = folder
+        self._teacher = dict(teacher)
         folder.mkdir(exist_ok=True)
         remove_unfinished(folder, r".*\.safetensors|states\.json")
         self._files: dict[str, str] = {}
@@ -210,7 +214,8 @@ class StatesWriter:
         if self._waiting:
             self._number += 1
             self._save(self.folder / f"states-{self._number:05}.safetensors", self._waiting)
-        self._waiting, self._bytes = {}, 0
+        self._waiting = {}
+        self._bytes = 0
 
     def _save(self, path: Path, tensors: "Mapping[str, Tensor]") -> None:
         from safetensors.torch import save

@@ -38,7 +38,8 @@ class Terminal(Console):
 
 def duration(seconds: float) -> str:
     """The time in words: 45 s, 12 min, 3 h 20 min, 6 d 3 h."""
-    minutes, hours = round(seconds / 60), round(seconds / 3600)
+    minutes = round(seconds / 60)
+    hours = round(seconds / 3600)
     if seconds < 99.5:
         return f"{seconds:.0f} s"
     if minutes < 60:

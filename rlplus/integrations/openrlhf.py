@@ -91,7 +91,8 @@ class FusedActor(Actor):
                 gather_and_pad_tensor, ring_attn_group=ring_attn_group, ring_attn_pad_len=padding, indices=indices,
                 batch=sequences.shape[0], seqlen=sequences.shape[1],
             )  # fmt: skip
-            logprob, out.entropy = padded(out.logprob), padded(out.entropy)
+            logprob = padded(out.logprob)
+            out.entropy = padded(out.entropy)
         else:
             positions = (attention_mask.long().cumsum(-1) - 1).masked_fill(attention_mask == 0, 1)
             targets = labels.roll(-1, 1)

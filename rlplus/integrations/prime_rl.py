@@ -53,7 +53,8 @@ def loss(inputs: LossInputs, objective: str = "rlplus", **changes: Any) -> LossO
     """
     preset = find_objective(objective)
     chosen = replace(preset, **{"kl_coef": 0.0, "entropy_coef": 0.0, **changes})
-    mask, weight = inputs.loss_mask, inputs.loss_weights
+    mask = inputs.loss_mask
+    weight = inputs.loss_weights
     value, stats = policy_loss(
         inputs.trainer_logprobs,
         old_logprob=inputs.inference_logprobs,
@@ -62,7 +63,8 @@ def loss(inputs: LossInputs, objective: str = "rlplus", **changes: Any) -> LossO
         external=None if weight is None else weight < 0,
         objective=chosen,
     )
-    sampled, demonstrated = (stats[f"tokens_{kind}"].clamp(min=1) for kind in ("internal", "external"))
+    sampled = stats["tokens_internal"].clamp(min=1)
+    demonstrated = stats["tokens_external"].clamp(min=1)
     metrics = {
         "kl_old": stats["kl_old"] / sampled,
         "clip_fraction": (stats["clipped_low"] + stats["clipped_high"]) / sampled,

@@ -119,7 +119,8 @@ class _FusedHead:
     """
 
     def __init__(self, head: nn.Linear) -> None:
-        self.head, self.own = head, _own(head)
+        self.head = head
+        self.own = _own(head)
         self.awaiting = False
         self.hidden: Tensor | None = None
 
@@ -141,8 +142,11 @@ class _Fusion:
     measures: tuple[str, ...] = ()
 
     def __init__(self, lm: Any, dtype: torch.dtype | None, options: dict[str, Any], virtual: int) -> None:
-        self.lm, self.own = lm, _own(lm)
-        self.dtype, self.options, self.virtual = dtype, options, virtual
+        self.lm = lm
+        self.own = _own(lm)
+        self.dtype = dtype
+        self.options = options
+        self.virtual = virtual
         parameters = signature(type(lm).forward).parameters
         open_ended = any(p.kind is Parameter.VAR_KEYWORD for p in parameters.values())
         self.defaults = {"use_cache": False} if open_ended or "use_cache" in parameters else {}
@@ -192,7 +196,8 @@ class _Fusion:
             out = self.own_forward(*args, **(self.defaults | kwargs | self.fixed))
         finally:
             fused.awaiting = False
-        hidden, fused.hidden = fused.hidden, None
+        hidden = fused.hidden
+        fused.hidden = None
         assert hidden is not None, "want a forward that calls its head"
         if hasattr(hidden, "full_tensor"):  # made by tensor parallelism in front of the head
             hidden = hidden.full_tensor()
@@ -256,7 +261,8 @@ def _fused_output(
 
     check_tensor("targets", targets, (hidden.shape[:-1], hidden.device), dtype=torch.int64)
     # Selecting rows waits for the device once, and has no static shape to compile.
-    on, every = targets != IGNORED, torch.compiler.is_compiling()
+    on = targets != IGNORED
+    every = torch.compiler.is_compiling()
 
     def pick(x: Tensor) -> Tensor:
         return x if every else x[on]
@@ -275,13 +281,21 @@ def _fused_output(
     return FusedOutput(loss=out.loss, logprob=put(out.logprob), entropy=put(out.entropy), stats=out.stats, **kept)
 
 
+def _whole(x: Any) -> Any:
+    """A DTensor's full tensor; anything else as it is."""
+    return x.full_tensor() if hasattr(x, "full_tensor") else x
+
+
 def _logprob_and_measures(names: tuple[str, ...], hidden: Tensor, weight: Tensor, **options: Any) -> tuple[Tensor, ...]:
     """(N,) each: logprob and entropy, differentiable, and the measures of those names, which gather a split head."""
     found = linear_logprob(hidden, weight, **options)
     if not names:
         return found
-    weight, bias = (x.full_tensor() if hasattr(x, "full_tensor") else x for x in (weight.detach(), options["bias"]))
-    scale, cap, T = options["logit_scale"], options["logit_softcap"], options["temperature"]
+    weight = _whole(weight.detach())
+    bias = _whole(options["bias"])
+    scale = options["logit_scale"]
+    cap = options["logit_softcap"]
+    T = options["temperature"]
     head = Head(
         hidden.detach().flatten(0, -2), weight, bias, options["target"].flatten(),
         temperature=T / scale, softcap=None if cap is None else cap / T,

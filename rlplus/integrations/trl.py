@@ -28,9 +28,10 @@ from torch.nn.functional import pad
 from trl.trainer import utils
 from trl.trainer.grpo_trainer import GRPOTrainer
 
+from rlplus.integrations import trl_loss
 from rlplus.integrations.measures import MEASURES
 from rlplus.integrations.transformers import FusedOutput, fuse_head
-from rlplus.integrations.trl_loss import IMAGES, Batch, aligned, constants, grpo_shares, objective_with, two_step_loss
+from rlplus.integrations.trl_loss import IMAGES, Batch
 from rlplus.loss import Objective, policy_loss
 from rlplus.loss.operations.backward_pass import Backward, backward_of
 from rlplus.loss.operations.library import IGNORED
@@ -142,7 +143,9 @@ class _Forward:
     """`forward` of a fused model with TRL's arguments, and the output that these ask for."""
 
     def __init__(self, fused: Any, entropy: bool, router_coef: float) -> None:
-        self.fused, self.entropy, self.router_coef = fused, entropy, router_coef
+        self.fused = fused
+        self.entropy = entropy
+        self.router_coef = router_coef
 
     @property
     def __signature__(self) -> Signature:
@@ -167,11 +170,12 @@ class _Forward:
             targets = pad(labels[:, 1:], (0, 1), value=IGNORED)
         kept = slice(None) if shift_labels is not None else slice(-1)  # TRL leaves the last position out
         if policy is not None:
-            policy = {name: aligned(value, targets) for name, value in policy.items()}
+            policy = {name: trl_loss.aligned(value, targets) for name, value in policy.items()}
         out: FusedOutput = self.fused(*args, targets=targets, policy=policy, **kwargs)
         assert out.logprob is not None
         assert out.entropy is not None
-        mask, logprob = (targets != IGNORED)[:, kept], out.logprob[:, kept]
+        mask = (targets != IGNORED)[:, kept]
+        logprob = out.logprob[:, kept]
         common = {
             "log_probs": logprob,
             "entropy": out.entropy[:, kept] if self.entropy else None,
@@ -220,7 +224,7 @@ class RLPlusGRPOTrainer(GRPOTrainer):
                 raise ValueError(f"want no {name}: its completions have no demonstrations; got one")
         with patch():
             super().__init__(*args, **kwargs)
-        self.objective = objective_with(self.args, objective)
+        self.objective = trl_loss.objective_with(self.args, objective)
         self.demonstration_column = demonstration_column
         self._demonstrations: dict[int, list[int]] = {}
 
@@ -233,7 +237,9 @@ class RLPlusGRPOTrainer(GRPOTrainer):
 
     def _demonstrations_of(self, rows: list[dict[str, Any]]) -> dict[int, list[int]]:
         """Token ids of the demonstrations that replace this process's completions, by row."""
-        first, found, too_long = self.accelerator.process_index * len(rows), dict[int, list[int]](), 0
+        first = self.accelerator.process_index * len(rows)
+        found = dict[int, list[int]]()
+        too_long = 0
         for i, row in enumerate(rows):
             text = row.get(self.demonstration_column)
             if text is None or (first + i + 1) % self.num_generations:
@@ -272,10 +278,12 @@ class RLPlusGRPOTrainer(GRPOTrainer):
         return [every[i] for i in rows], None if scores is None else [scores[i] for i in rows]
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
-        mask, external = inputs["completion_mask"], inputs["external"][:, None]
+        mask = inputs["completion_mask"]
+        external = inputs["external"][:, None]
         mask = mask * inputs["tool_mask"] if "tool_mask" in inputs else mask
         accumulated = self.current_gradient_accumulation_steps if self.model.training else 1
-        batch = Batch(inputs, mask, external.expand(mask.shape), self._weights(inputs, mask) / accumulated)
+        weight = trl_loss.token_weights(self, inputs, mask) / accumulated
+        batch = Batch(inputs, mask, external.expand(mask.shape), weight)
         if self.objective is None:
             return self._with_trls_loss(model, batch)
         loss, aux_loss = self._with_objective(model, batch, self.objective, accumulated)
@@ -307,13 +315,15 @@ class RLPlusGRPOTrainer(GRPOTrainer):
         self, model: Any, batch: Batch, objective: Objective, accumulated: int
     ) -> tuple[Tensor, Tensor | None]:
         """The loss without the experts' loss, and the latter. Adds the metrics."""
-        inputs, sequences = batch.inputs, self.importance_sampling_level == "sequence"
+        inputs = batch.inputs
+        sequences = self.importance_sampling_level == "sequence"
         first = sequences or self.top_entropy_quantile < 1.0 or self.off_policy_mask_threshold is not None
         outputs: list[Any] = []
 
         def kept(**arguments: Any) -> Any:
-            more = {} if first else {"policy": {"objective": objective, **constants(batch, objective, accumulated)}}
-            outputs.append(model(**arguments, **more))
+            if not first:
+                arguments["policy"] = {"objective": objective, **trl_loss.constants(batch, objective, accumulated)}
+            outputs.append(model(**arguments))
             return outputs[-1]
 
         logprob, entropy, aux_loss = self._get_per_token_logps_and_entropies(
@@ -327,10 +337,11 @@ class RLPlusGRPOTrainer(GRPOTrainer):
         )
         if first:
             self._select(batch, logprob.detach(), entropy.detach())
-            loss, stats = two_step_loss(batch, objective, logprob, entropy, accumulated, sequences)
+            loss, stats = trl_loss.two_step_loss(batch, objective, logprob, entropy, accumulated, sequences)
         else:
-            loss, stats = outputs[0].loss, outputs[0].stats
-        shares = grpo_shares(batch, objective, logprob.detach(), entropy.detach(), sequences)
+            loss = outputs[0].loss
+            stats = outputs[0].stats
+        shares = trl_loss.grpo_shares(batch, objective, logprob.detach(), entropy.detach(), sequences)
         self._record(shares, stats, objective.entropy_coef, accumulated)
         if aux_loss is not None:
             mean = self.accelerator.gather_for_metrics(aux_loss.detach()).mean().item()
@@ -354,26 +365,12 @@ class RLPlusGRPOTrainer(GRPOTrainer):
             )
             batch.factor = torch.where(batch.external, batch.factor, batch.factor * near)
 
-    def _weights(self, inputs: dict[str, Any], mask: Tensor) -> Tensor:
-        """Factor of each token's loss under loss_type, before gradients are accumulated; (B, C)."""
-        if self.loss_type in ("grpo", "sapo"):
-            return mask / (mask.sum(-1, keepdim=True).clamp(min=1.0) * len(mask))
-        if self.loss_type == "bnpo":
-            return mask / mask.sum().clamp(min=1.0)
-        if self.loss_type == "dr_grpo":
-            return mask / (len(mask) * self.max_completion_length)
-        if self.loss_type == "luspo":
-            return mask / len(mask)
-        # The tokens of all processes and of all steps of a generation, of which this is one.
-        steps = self.args.steps_per_generation if self.model.training else 1
-        return mask * self.accelerator.num_processes * steps / inputs["num_items_in_batch"].clamp(min=1.0)
-
     def _record(
         self, shares: Mapping[str, Any], stats: dict[str, Tensor], entropy_coef: float, accumulated: int
     ) -> None:
         """Add GRPOTrainer's metrics, and metrics of demonstrations."""
-        mode, gather = "train" if self.model.training else "eval", self.accelerator.gather
-        found = self._metrics[mode]
+        gather = self.accelerator.gather
+        found = self._metrics["train" if self.model.training else "eval"]
         pairs = torch.stack([torch.stack([(x * on).sum(), on.sum().float()]) for x, on in shares.values()])
         sums = self.accelerator.reduce(pairs, reduction="sum").tolist()
         for name, (total, count) in zip(shares, sums, strict=True):
@@ -386,7 +383,7 @@ class RLPlusGRPOTrainer(GRPOTrainer):
             policy = stats["loss_internal"] + stats["loss_external"] + stats["loss_kl"]
             whole = self.loss_type in ("cispo", "dapo", "vespo")  # TRL's is then divided by the accumulation, too
             found["policy_loss"].append(gather(policy * (1 if whole else accumulated)).nanmean().item())
-            if mode == "train" and self.accelerator.sync_gradients:
+            if self.model.training and self.accelerator.sync_gradients:
                 found["entropy_coef"].append(entropy_coef)
         self._log_demonstrations(stats)
 

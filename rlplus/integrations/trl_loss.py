@@ -24,7 +24,8 @@ def objective_with(args: Any, objective: str | Objective | None) -> Objective | 
         raise ValueError("want use_adaptive_entropy False with an objective; got True: TRL's own loss (None) has it")
     chosen = find_objective(objective) if isinstance(objective, str) else objective
     for name, key in (("kl_coef", "beta"), ("entropy_coef", "entropy_coef")):
-        want, got = getattr(chosen, name), getattr(args, key)
+        want = getattr(chosen, name)
+        got = getattr(args, key)
         if want not in (0.0, got):
             raise ValueError(f"want {key}={want} in the GRPOConfig, as the objective has it; got {got}")
     if chosen.mismatch_cap is not None:
@@ -44,11 +45,29 @@ class Batch:
     """
 
     def __init__(self, inputs: dict[str, Any], mask: Tensor, external: Tensor, weight: Tensor) -> None:
-        self.inputs, self.mask, self.external, self.weight = inputs, mask, external, weight
+        self.inputs = inputs
+        self.mask = mask
+        self.external = external
+        self.weight = weight
         advantage = inputs["advantages"]
         self.advantage = advantage if advantage.ndim == 2 else advantage[:, None]
         self.factor = torch.ones_like(mask) * inputs.get("importance_sampling_ratio", 1.0)
         self.bonus = mask
+
+
+def token_weights(trainer: Any, inputs: dict[str, Any], mask: Tensor) -> Tensor:
+    """Factor of each token's loss under the trainer's loss_type, before gradients are accumulated; (B, C)."""
+    if trainer.loss_type in ("grpo", "sapo"):
+        return mask / (mask.sum(-1, keepdim=True).clamp(min=1.0) * len(mask))
+    if trainer.loss_type == "bnpo":
+        return mask / mask.sum().clamp(min=1.0)
+    if trainer.loss_type == "dr_grpo":
+        return mask / (len(mask) * trainer.max_completion_length)
+    if trainer.loss_type == "luspo":
+        return mask / len(mask)
+    # The tokens of all processes and of all steps of a generation, of which this is one.
+    steps = trainer.args.steps_per_generation if trainer.model.training else 1
+    return mask * trainer.accelerator.num_processes * steps / inputs["num_items_in_batch"].clamp(min=1.0)
 
 
 def constants(batch: Batch, objective: Objective, accumulated: int) -> dict[str, Any]:
@@ -89,10 +108,12 @@ def two_step_loss(
     )
     tokens["advantage"] = torch.where(batch.external, batch.advantage * batch.factor, 0.0)
     rest, more = policy_loss(logprob, entropy=entropy, objective=plain, **tokens)
-    loss, more["loss_internal"] = loss + rest, stats["loss_internal"]
+    loss = loss + rest
+    more["loss_internal"] = stats["loss_internal"]
     if objective.kl_coef:
         kl = objective.kl_coef * (batch.weight * _kl(batch, objective, logprob, sequences)).sum()
-        loss, more["loss_kl"] = loss + kl, kl.detach()
+        loss = loss + kl
+        more["loss_kl"] = kl.detach()
     return loss, more
 
 
@@ -121,13 +142,16 @@ def grpo_shares(
     batch: Batch, objective: Objective, logprob: Tensor, entropy: Tensor, sequences: bool
 ) -> dict[str, tuple[Tensor, Tensor]]:
     """GRPOTrainer's metrics that are means: values and where they count, by name. Only sampled tokens are clipped."""
-    drift, found = _drift(batch, logprob), {"entropy": (entropy, batch.mask)}
+    drift = _drift(batch, logprob)
+    found = {"entropy": (entropy, batch.mask)}
     if objective.kl_coef:
         found["kl"] = (_kl(batch, objective, logprob, sequences), batch.mask)
     sampled = batch.mask * ~batch.external
     if sequences:
-        drift, sampled = _mean(drift, sampled)[:, None], sampled.amax(-1, keepdim=True)
-    ratio, up = drift.exp(), batch.advantage > 0
+        drift = _mean(drift, sampled)[:, None]
+        sampled = sampled.amax(-1, keepdim=True)
+    ratio = drift.exp()
+    up = batch.advantage > 0
     high = ((ratio > 1 + objective.clip_high) & up).float()
     if objective.internal == "clip":
         low = ((ratio < 1 - objective.clip_low) & (batch.advantage < 0)).float()

@@ -74,7 +74,8 @@ def verl_policy_loss(
         external=external,
         objective=objective,
     )
-    sampled, demonstrated = (stats[f"tokens_{kind}"].clamp(min=1) for kind in ("internal", "external"))
+    sampled = stats["tokens_internal"].clamp(min=1)
+    demonstrated = stats["tokens_external"].clamp(min=1)
     metrics = {
         "actor/ppo_kl": stats["kl_old"] / sampled,
         "actor/pg_clipfrac": (stats["clipped_low"] + stats["clipped_high"]) / sampled,

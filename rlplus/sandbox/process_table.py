@@ -33,7 +33,8 @@ def tree(root: int, table: Mapping[int, Process]) -> dict[int, Process]:
     children: dict[int, list[int]] = {}
     for process, entry in table.items():
         children.setdefault(entry.parent, []).append(process)
-    found, todo = {}, [root]
+    found = {}
+    todo = [root]
     while todo:
         process = todo.pop()
         if process in table:

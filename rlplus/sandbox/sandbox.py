@@ -56,7 +56,8 @@ class Sandbox:
     def __init__(self, kind: str, memory: int, seconds: float) -> None:
         if kind not in ("auto", *KINDS):
             raise ValueError(f"want a sandbox of kind auto, {', '.join(KINDS)}; got {kind!r}")
-        self._memory, self._seconds = memory, seconds
+        self._memory = memory
+        self._seconds = seconds
         reasons = []
         closed = ("namespaces", "bubblewrap") if os.getuid() == 0 else ("bubblewrap", "namespaces")
         for candidate in closed if kind == "auto" else [kind]:
@@ -64,7 +65,8 @@ class Sandbox:
             try:
                 ((works, text),) = self.run("print(6 * 7)", [""])
             except OSError as error:
-                works, text = False, str(error)
+                works = False
+                text = str(error)
             if works and text == "42\n":
                 return
             reasons.append(f"{self.kind}: {text}")
@@ -182,7 +184,8 @@ class Sandbox:
         """The replies of the first sandbox. The limits hold for all together."""
         process = sandboxes[0]
         assert process.stdout is not None
-        received, partial = 0, b""
+        received = 0
+        partial = b""
         meter = _Meter(self._memory, self._seconds, time.monotonic())
         spent = -time.process_time()  # here, on the output, but not on looking
         with selectors.DefaultSelector() as selector:
@@ -212,9 +215,13 @@ class _Meter:
     """The limits, and what the processes of a run have used by looks at them."""
 
     def __init__(self, memory: int, seconds: float, began: float) -> None:
-        self._memory, self._seconds, self._began = memory, seconds, began
+        self._memory = memory
+        self._seconds = seconds
+        self._began = began
         self.looked = began
-        self._cpu, self._asleep, self._received = 0.0, 0.0, 0
+        self._cpu = 0.0
+        self._asleep = 0.0
+        self._received = 0
 
     def fault(self, now: float, used: Mapping[int, Process], received: int, spent: float = 0.0) -> str:
         """Name the limit that is exceeded, if any. used: the processes; received, spent: bytes read, CPU time on it.
@@ -225,7 +232,9 @@ class _Meter:
         idle = min(now - self.looked, _LATE_S) - max(0.0, cpu - self._cpu)
         if idle > 0 and received == self._received and not any(map(runnable, used)):
             self._asleep += idle
-        self.looked, self._cpu, self._received = now, cpu, received
+        self.looked = now
+        self._cpu = cpu
+        self._received = received
         limits = {
             "CPU time": cpu > self._seconds,
             "time": cpu + self._asleep > self._seconds or now - self._began > _WALL_CLOCK_FACTOR * self._seconds,
@@ -268,7 +277,9 @@ def _remove(folder: str) -> None:
     """
     if not os.path.isdir(folder):  # the program has done it
         return
-    todo, moved, mark = [folder], 0, secrets.token_hex(8)
+    todo = [folder]
+    moved = 0
+    mark = secrets.token_hex(8)
     try:
         while todo:
             os.chmod(place := todo.pop(), 0o700)

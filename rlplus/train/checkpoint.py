@@ -36,7 +36,8 @@ logger = logging.getLogger(__name__)
 
 SAVING = "saving"
 NAME = re.compile(r"step-\d+")
-UNKNOWN, UNLISTED = "unknown", "unlisted"  # stands for an `_identity`
+UNKNOWN = "unknown"  # stands for an `_identity`, as the next does
+UNLISTED = "unlisted"
 WRITTEN = {"step", "world_size", "rank_state", "files"}  # added by `save` to a state; rank_state: whether there is one
 
 
@@ -95,7 +96,8 @@ def save(
     those that are not as they are. Collective.
     Raises OSError (a full disk, for example) with the previous checkpoint intact.
     """
-    final, saving = folder / name_of(step), folder / SAVING
+    final = folder / name_of(step)
+    saving = folder / SAVING
     main = dist.get_rank() == 0
     if agree.largest(main and _is_saved(final)):  # one rank's view: a network file system may show others less
         return final
@@ -241,7 +243,8 @@ def verify(checkpoint: Path) -> None:
 
     Collective. Each rank reads its share of the files once, in pieces, and compares their CRC-32.
     """
-    files, rank = _checked_files(checkpoint), dist.get_rank()
+    files = _checked_files(checkpoint)
+    rank = dist.get_rank()
     shares = agree.gathered(_damage(dict([*files.items()][rank :: dist.get_world_size()])))
     if damage := [text for share in shares for text in share]:
         older = _newest_whole(checkpoint) if rank == 0 else None
@@ -309,7 +312,8 @@ def _check_archive(file: Path) -> None:
 
 def _checked_state(file: Path) -> dict[str, Any]:
     """The JSON in `file`; ValueError if its CRC-32 is missing or differs, or a key is missing."""
-    content, written = file.read_bytes(), file.with_suffix(".crc32")
+    content = file.read_bytes()
+    written = file.with_suffix(".crc32")
     if not written.exists():
         raise ValueError(f"{written.name} beside it is missing, which rlplus writes since version 0.2.0")
     if written.read_bytes() != f"{zlib.crc32(content):08x}".encode():

@@ -13,8 +13,8 @@ from ptxcheck.device import Device
 from rlplus.kernels import linear_logprob as kernels
 from rlplus.loss.backends import triton as backend
 from rlplus.loss.backends import ways
+from rlplus.loss.head import gradient_sum as gradients
 from rlplus.loss.head.head import add_dweight
-from rlplus.loss.head.head import gradient_sum as gradients
 
 HEAD, CONSTANTS = sample(150, 300, 1, torch.bfloat16, 64)
 HEAD = on_policy(HEAD)

@@ -18,8 +18,8 @@ from rlplus import Objective, linear_logprob, linear_policy_loss
 from rlplus.kernels import linear_logprob as linear_kernels
 from rlplus.loss.backends import triton as backend
 from rlplus.loss.backends import triton_chunks, ways
+from rlplus.loss.head import gradient_sum as gradients
 from rlplus.loss.head.head import Head as OpHead
-from rlplus.loss.head.head import gradient_sum as gradients
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 EPS = torch.finfo(torch.float32).eps
@@ -156,8 +156,8 @@ def test_rows_without_a_gradient_cost_a_forward_pass_alone(monkeypatch: pytest.M
     constants["token_weight"][::4] = 1.0
     constants["advantage"].fill_(1.0)
     sizes: list[int] = []
-    original = backend.add_dweight
-    monkeypatch.setattr(backend, "add_dweight", lambda *a, **o: (sizes.append(len(a[1])), original(*a, **o))[1])
+    original = gradients.add_dweight
+    monkeypatch.setattr(gradients, "add_dweight", lambda *a, **o: (sizes.append(len(a[1])), original(*a, **o))[1])
     monkeypatch.setattr(triton_chunks, "chunk_rows", lambda *_: 5)
     objective = Objective("ratio", "none")
     constants["external"].fill_(False)

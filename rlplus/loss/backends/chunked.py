@@ -32,7 +32,8 @@ from rlplus.loss.objective.tokens import FLOOR, stat_names, token_loss
 
 def policy_loss(call: PolicyCall) -> PolicyResult:
     head, constants, objective, want = call
-    logprob, entropy = (head.hidden.new_empty(len(head.target), dtype=head.dtype) for _ in range(2))
+    logprob = head.new_column()
+    entropy = head.new_column()
     loss = head.hidden.new_zeros((), dtype=head.dtype)
     stats = head.hidden.new_zeros(len(stat_names(constants)), dtype=head.dtype)
     grads = GradientSum(head, want, call.factors)
@@ -54,11 +55,13 @@ def new_stored(head: Head, count: int) -> Stored:
 
 
 def logprob(head: Head, scratch_bytes: float, stored: Stored | None = None) -> tuple[Tensor, Tensor]:
-    logprob, entropy = (head.hidden.new_empty(len(head.target), dtype=head.dtype) for _ in range(2))
+    logprob = head.new_column()
+    entropy = head.new_column()
     for rows in _chunks(head, scratch_bytes):
         x = None
         if stored is not None:
-            x = stored[0][rows] = scaled(raw_logits(head.rows(rows)), head.rows(rows))
+            x = scaled(raw_logits(head.rows(rows)), head.rows(rows))
+            stored[0][rows] = x
         _, _, logprob[rows], entropy[rows], _ = statistics(head, rows, False, x)
     return logprob, entropy
 
@@ -97,9 +100,11 @@ def topk_divergence(
     """
     values = head.hidden.new_empty(len(head.target), dtype=head.dtype)
     grads = gradients_of(head, want, [weights], draw)
-    V, k = len(head.weight), tokens.shape[1]
+    V = len(head.weight)
+    k = tokens.shape[1]
     for rows in _chunks(head, want.scratch_bytes):
-        part, at = head.rows(rows), tokens[rows].clamp(0, V - 1)
+        part = head.rows(rows)
+        at = tokens[rows].clamp(0, V - 1)
         z, slope = _logits(part, want.some)
         memory = torch.empty_like(z)
         classes = [z.gather(1, at)]
@@ -120,7 +125,8 @@ def topk_divergence(
 
 
 def _chunks(head: Head, scratch_bytes: float) -> Iterator[slice]:
-    N, (V, H) = len(head.target), head.weight.shape
+    N = len(head.target)
+    V, H = head.weight.shape
     row = V * scratch_per_logit(*head.logits)
     if head.hidden.is_cuda:
         row += 2 * H * (head.hidden.dtype.itemsize + head.dtype.itemsize)
@@ -205,7 +211,8 @@ def _add_weighted(
     grads: GradientSum, rows: slice, matrices: tuple[Tensor, Tensor, Tensor | None], weights: Tensor
 ) -> None:
     """Add weights * dz, from the derivatives by z; matrices: dz, memory and slope of the softcap (n, V)."""
-    (dz, memory, slope), head = matrices, grads.head.rows(rows)
+    dz, memory, slope = matrices
+    head = grads.head.rows(rows)
     dz *= (grads.scaled(weights) / head.divisor)[:, None]
     if slope is not None:
         dz *= slope

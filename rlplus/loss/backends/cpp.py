@@ -16,6 +16,8 @@ from torch import Tensor
 from rlplus.loss.backends.backend_interface import PolicyCall, PolicyResult, Slopes, Stored
 from rlplus.loss.backends.native import (
     CHUNK_ROWS,
+    ENTROPY,
+    LOGPROB,
     PANEL_ROWS,
     dense,
     fill_logits,
@@ -70,13 +72,15 @@ def logprob(head: Head, scratch_bytes: float, stored: Stored | None = None) -> t
         one.run(None)
         return one.logprob, one.entropy
     z, statistics = stored
-    head, gemm, bias = _dense(head), gemm_of(head), wide_bias(head)
+    gemm = gemm_of(head)
+    bias = wide_bias(head)
+    head = _dense(head)
     size = CHUNK_ROWS[head.hidden.dtype]
     for start in range(0, len(z), size):
         rows = slice(start, min(start + size, len(z)))
         part = head.rows(rows)
         statistics[rows] = row_statistics(fill_logits(part, gemm, z[rows]), part, bias)
-    return statistics[:, 2].clone(), statistics[:, 3].clone()
+    return statistics[:, LOGPROB].clone(), statistics[:, ENTROPY].clone()
 
 
 def logprob_backward(head: Head, slopes: Slopes, want: Want, stored: Stored | None = None) -> Gradients:
@@ -92,9 +96,12 @@ class _OnePass:
     """
 
     def __init__(self, head: Head, want: Want, stored: Stored | None = None) -> None:
-        N, V = len(head.target), len(head.weight)
+        N = len(head.target)
+        V = len(head.weight)
         rows = max(1, min(N, CHUNK_ROWS[head.hidden.dtype], int(want.scratch_bytes // (4 * V))))
-        self.library, self.want, self.stored = native(), want, stored
+        self.library = native()
+        self.want = want
+        self.stored = stored
         self.head = _dense(head)
         self.bias = wide_bias(head)
         self.gemm = gemm_of(head)
@@ -109,11 +116,14 @@ class _OnePass:
             want.weight_grad if want.weight_grad is not None else self.scratch[rows * V :][:sum_size].view(-1)
         )
         self.started = want.weight_grad is not None  # whether dweight has its first term
-        self.logprob, self.entropy = (head.hidden.new_empty(N, dtype=torch.float32) for _ in range(2))
+        self.logprob = head.new_column()
+        self.entropy = head.new_column()
         self.waiting = head.target[:0]  # the tokens whose gradient rows are at the front of the buffer
 
     def run(self, slopes: SlopesOf | None) -> None:
-        start, N, rows = 0, len(self.logprob), len(self.buffer)
+        start = 0
+        N = len(self.logprob)
+        rows = len(self.buffer)
         while start < N:
             if 4 * (rows - len(self.waiting)) < rows:
                 self._multiply(last=False)
@@ -121,7 +131,8 @@ class _OnePass:
             part = slice(start, min(N, start + rows - filled))
             memory = self.buffer[filled : filled + part.stop - start]
             z, statistics = self._logits(part, memory)
-            self.logprob[part], self.entropy[part] = statistics[:, 2], statistics[:, 3]
+            self.logprob[part] = statistics[:, LOGPROB]
+            self.entropy[part] = statistics[:, ENTROPY]
             if slopes is not None:
                 slope = slopes(part, self.logprob[part], self.entropy[part])
                 if self.want.some:
@@ -140,7 +151,7 @@ class _OnePass:
         return z, row_statistics(z, head, self.bias)
 
     def finish(self) -> Gradients:
-        if self.gemm is not None and self.want.needs[1]:
+        if self.gemm is not None and self.want.needs.weight:
             self.grads.weight = self.rounded
         return self.grads.finish()
 
@@ -152,28 +163,31 @@ class _OnePass:
         if dentropy is not None:
             active |= dentropy != 0
         source = _slots(active)
-        head, narrow = self.head.rows(rows), self.gemm is not None
+        head = self.head.rows(rows)
+        narrow = self.gemm is not None
         row_gradient(z, out, source, head, self.bias, statistics, dlogprob, dentropy, narrow)
         self.waiting = torch.cat([self.waiting, source + rows.start])
 
     def _multiply(self, last: bool) -> None:
         """Add the contributions of the waiting rows, if any, to the gradients of hidden, weight and bias."""
-        index, dz = self.waiting, self.buffer[: len(self.waiting)]
+        index = self.waiting
+        dz = self.buffer[: len(self.waiting)]
         self.waiting = index[:0]
         if self.gemm is not None:
             dz = dz.view(torch.bfloat16)[:, : dz.shape[1]]
-        if self.want.needs[0]:
+        if self.want.needs.hidden:
             self.grads.set_hidden(index, _dhidden(dz, self.head))
         if self.want.weight:
             self._add_dweight(dz, self.head.hidden[index], last)
-        if self.want.needs[2]:
+        if self.want.needs.bias:
             self.grads.bias.add_(dz.sum(0, dtype=torch.float32))
 
     def _add_dweight(self, dz: Tensor, hidden: Tensor, last: bool) -> None:
         if self.gemm is None:
             self.grads.add_weight(dz, hidden)
             return
-        first, self.started = not self.started, True
+        first = not self.started
+        self.started = True
         last = last and self.want.weight_grad is None  # then the sum is rounded to `rounded`, and not kept
         n = len(hidden)
         depth = max(1, -(-n // DEPTH_STEP)) * DEPTH_STEP

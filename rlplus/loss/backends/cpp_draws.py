@@ -8,6 +8,8 @@ from torch import Tensor
 
 from rlplus.loss.backends.native import (
     CHUNK_ROWS,
+    ENTROPY,
+    LOGPROB,
     cap_of,
     dense,
     fill_logits,
@@ -31,10 +33,12 @@ COLUMNS = 5  # fp32 or int32 numbers of a row: count, flat, variance, square, sl
 
 def draws(head: Head, on: Tensor, scratch_bytes: float) -> Iterator[tuple[slice, Drawn]]:
     """As `sampled.Drawer` has it."""
-    N, V = len(head.target), len(head.weight)
+    N = len(head.target)
+    V = len(head.weight)
     head = head._replace(hidden=dense(head.hidden), weight=dense(head.weight), target=head.target.contiguous())
     size = max(1, min(N, CHUNK_ROWS[head.hidden.dtype], int(scratch_bytes // (4 * V))))
-    scratch, bias = take_scratch(size * V), wide_bias(head)
+    scratch = take_scratch(size * V)
+    bias = wide_bias(head)
     for start in range(0, N, size):
         rows = slice(start, min(start + size, N))
         yield rows, _draw(head.rows(rows), on[rows], bias, scratch[: (rows.stop - start) * V].view(-1, V))
@@ -47,11 +51,21 @@ def _draw(head: Head, on: Tensor, bias: Tensor | None, z: Tensor) -> Drawn:
     statistics = row_statistics(z, head, bias)
     slope = None if head.softcap is None else z.new_empty(len(z), CAPACITY)
     token, w, logp, rows = _drawn(head, on, bias, z, statistics, slope)
-    flat, (row, kept) = rows[:, 1].view(torch.int32), _kept(rows)
-    of_cap, of_own = (None, None) if slope is None else (slope[kept], rows[:, 4])
-    logprob, entropy = statistics[:, 2], statistics[:, 3]
-    found = (row, token[kept].long(), w[kept], logp[kept], of_cap)
-    return Drawn(logprob, entropy, *found, own_slope=of_own, variance=rows[:, 2], square=rows[:, 3], flat=flat != 0)
+    row, kept = _kept(rows)
+    variance, square, own_slope = rows[:, 2:].unbind(1)
+    return Drawn(
+        logprob=statistics[:, LOGPROB],
+        entropy=statistics[:, ENTROPY],
+        row=row,
+        token=token[kept].long(),
+        w=w[kept],
+        logp=logp[kept],
+        slope=None if slope is None else slope[kept],
+        own_slope=None if slope is None else own_slope,
+        variance=variance,
+        square=square,
+        flat=rows[:, 1].view(torch.int32) != 0,
+    )
 
 
 def draw(head: Head, dz: Tensor, size: Tensor, on: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
@@ -75,8 +89,11 @@ def _drawn(
     assert head.uniform is not None
     n, V = z.shape
     token = torch.empty(n, CAPACITY, dtype=torch.int32)
-    w, logp = (z.new_empty(n, CAPACITY) for _ in range(2))
-    rows, on, inverse = z.new_empty(n, COLUMNS), on.to(torch.uint8).contiguous(), inverse_temperature(head)
+    w = z.new_empty(n, CAPACITY)
+    logp = z.new_empty(n, CAPACITY)
+    rows = z.new_empty(n, COLUMNS)
+    on = on.to(torch.uint8).contiguous()
+    inverse = inverse_temperature(head)
     native().rlplus_draw(
         pointer(z), pointer(bias), pointer(head.target), int64(n), int64(V), pointer(inverse), cap_of(head),
         pointer(statistics), pointer(on), pointer(head.uniform.contiguous()), ctypes.c_double(head.threshold),

@@ -19,7 +19,9 @@ from rlplus.loss.head import cost
 from rlplus.loss.head.gradient_sum import Gradients, Want, gradient_dtype
 from rlplus.loss.head.head import Head, logits_into
 
-DIVERGENCE, WEIGHT, WIDTH = kernels.DIVERGENCE.value, kernels.WEIGHT.value, kernels.WIDTH.value
+DIVERGENCE = kernels.DIVERGENCE.value
+WEIGHT = kernels.WEIGHT.value
+WIDTH = kernels.WIDTH.value
 
 
 def divergence(head: Head, teacher: Head, weights: Tensor, beta: float, want: Want) -> tuple[Tensor, Gradients]:
@@ -28,7 +30,9 @@ def divergence(head: Head, teacher: Head, weights: Tensor, beta: float, want: Wa
     grads = gradients_of(head, want, [weights], draw)
     with on_device(head.hidden.device):
         for rows, buffers in _chunks(head, want.scratch_bytes, want.some):
-            part, other, V = head.rows(rows), teacher.rows(rows), len(head.weight)
+            part = head.rows(rows)
+            other = teacher.rows(rows)
+            V = len(head.weight)
             logits, teacher_logits, out = buffers
             _logits(part, logits[:, :V])
             _logits(other, teacher_logits[:, :V])
@@ -45,13 +49,15 @@ def divergence(head: Head, teacher: Head, weights: Tensor, beta: float, want: Wa
 
 def _chunks(head: Head, scratch_bytes: float, gradient: bool) -> Iterator[tuple[slice, tuple[Tensor, Tensor, Tensor]]]:
     """Rows of a chunk, and buffers (n, W) for the student's logits, the teacher's and the gradient."""
-    N, W = len(head.target), width(head)
+    N = len(head.target)
+    W = width(head)
     dtype = gradient_dtype(head) if head.uniform is None else head.dtype
     apart = gradient and dtype != head.dtype
     row = W * (2 * head.dtype.itemsize + apart * dtype.itemsize)
     row += 2 * head.hidden.shape[1] * (head.hidden.dtype.itemsize + head.dtype.itemsize)
     size = min(cost.whole_tiles(scratch_bytes / row), N)
-    logits, teacher_logits = (head.hidden.new_empty(size, W, dtype=head.dtype) for _ in range(2))
+    logits = head.hidden.new_empty(size, W, dtype=head.dtype)
+    teacher_logits = torch.empty_like(logits)
     out = head.hidden.new_empty(size, W, dtype=dtype) if apart else logits
     for start in range(0, N, max(size, 1)):
         n = min(size, N - start)
@@ -67,5 +73,6 @@ def _logits(head: Head, out: Tensor) -> None:
 
 
 def _transform(head: Head) -> kernels.Transform:
-    bias, temperature = (None if x is None else x.contiguous() for x in (head.bias, head.row_temperature))
+    bias = None if head.bias is None else head.bias.contiguous()
+    temperature = None if head.row_temperature is None else head.row_temperature.contiguous()
     return kernels.Transform(bias, head.temperature, head.softcap, temperature)

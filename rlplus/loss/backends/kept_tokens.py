@@ -45,7 +45,8 @@ class _Rows(NamedTuple):
 
 def check(head: Head, V: int, on: Tensor) -> None:
     """Check the kept tokens, and that the target is among them where the row is `on`."""
-    offsets, tokens = head.kept_offsets, head.kept_tokens
+    offsets = head.kept_offsets
+    tokens = head.kept_tokens
     assert offsets is not None
     assert tokens is not None
     rising = (offsets.diff() >= 0).all() & (offsets[0] == 0) & (offsets[-1] == len(tokens))
@@ -62,10 +63,12 @@ def check(head: Head, V: int, on: Tensor) -> None:
 def policy_loss(whole: Callable[[PolicyCall], PolicyResult], call: PolicyCall) -> PolicyResult:
     """As a backend's. whole: computes rows with the whole vocabulary."""
     head, constants, objective, want = call
-    logprob, entropy = (head.hidden.new_empty(len(head.target), dtype=head.dtype) for _ in range(2))
+    logprob = head.new_column()
+    entropy = head.new_column()
     names = stat_names(constants)
     stats = logprob.new_zeros(len(names) + (0 if head.uniform is None else len(SAMPLED_STATS)))
-    loss, grads = logprob.new_zeros(()), PairGradients(head, want)
+    loss = logprob.new_zeros(())
+    grads = PairGradients(head, want)
     dense, some = _sets(head)
     if len(dense):
         part = whole(PolicyCall(_dense(head, dense), constants.rows(dense), objective, grads.wanted()))
@@ -74,7 +77,8 @@ def policy_loss(whole: Callable[[PolicyCall], PolicyResult], call: PolicyCall) -
     if len(some):
         part_head, pairs = _kept(head, some)
         rows = _statistics(part_head, pairs, want.scratch_bytes)
-        logprob[some], entropy[some] = rows.logprob, rows.entropy
+        logprob[some] = rows.logprob
+        entropy[some] = rows.entropy
         out = token_loss(rows.logprob, rows.entropy, constants.rows(some), objective)
         loss = loss + out.loss
         stats[: len(names)] += torch.stack(list(out.stats.values()))
@@ -87,13 +91,15 @@ def logprob(
     whole: Callable[[Head, float], tuple[Tensor, Tensor]], head: Head, scratch_bytes: float
 ) -> tuple[Tensor, Tensor]:
     """As a backend's. whole: computes rows with the whole vocabulary."""
-    logprob, entropy = (head.hidden.new_empty(len(head.target), dtype=head.dtype) for _ in range(2))
+    logprob = head.new_column()
+    entropy = head.new_column()
     dense, some = _sets(head)
     if len(dense):
         logprob[dense], entropy[dense] = whole(_dense(head, dense), scratch_bytes)
     if len(some):
         rows = _statistics(*_kept(head, some), scratch_bytes)
-        logprob[some], entropy[some] = rows.logprob, rows.entropy
+        logprob[some] = rows.logprob
+        entropy[some] = rows.entropy
     return logprob, entropy
 
 
@@ -101,7 +107,8 @@ def logprob_backward(
     whole: Callable[[Head, Slopes, Want], Gradients], head: Head, slopes: Slopes, want: Want
 ) -> Gradients:
     """As a backend's. whole: computes rows with the whole vocabulary."""
-    grads, (dense, some) = PairGradients(head, want), _sets(head)
+    grads = PairGradients(head, want)
+    dense, some = _sets(head)
     if len(dense):
         grads.take(dense, whole(_dense(head, dense), slopes.rows(dense), grads.wanted()))
     if len(some):
@@ -114,7 +121,8 @@ def logprob_backward(
 
 def mask(head: Head) -> Tensor:
     """(N, V) bool: where the policy has probability; for the `reference` backend."""
-    offsets, tokens = head.kept_offsets, head.kept_tokens
+    offsets = head.kept_offsets
+    tokens = head.kept_tokens
     assert offsets is not None
     assert tokens is not None
     lengths = offsets.diff()
@@ -160,7 +168,8 @@ def _statistics(head: Head, pairs: Pairs, scratch_bytes: float) -> _Rows:
     z = (z - top.masked_fill(top == -torch.inf, 0.0)[pairs.row]).clamp_(min=FLOOR)
     e = z.exp()
     # Without the target, whose 1 would take the digits of the others where it is nearly sure.
-    terms, index = torch.stack([e.masked_fill(is_target, 0.0), e * z], 1), torch.arange(len(z), device=z.device)
+    terms = torch.stack([e.masked_fill(is_target, 0.0), e * z], 1)
+    index = torch.arange(len(z), device=z.device)
     rest, moment = bags(terms, index, None, pairs.offsets).unbind(1)
     hit = z.new_full((n,), torch.nan).index_put_((pairs.row[is_target],), z[is_target])
     e_hit = hit.exp().nan_to_num(0.0)
@@ -174,7 +183,8 @@ def _statistics(head: Head, pairs: Pairs, scratch_bytes: float) -> _Rows:
 def _pair_gradient(head: Head, pairs: Pairs, rows: _Rows, slopes: Slopes) -> Tensor:
     """The loss's derivative by x (P,), 0 in rows whose slopes are, whatever their contents."""
     logp = rows.z - rows.logsum[pairs.row]
-    (a, h), p = slopes.rows(pairs.row), logp.exp()
+    a, h = slopes.rows(pairs.row)
+    p = logp.exp()
     dz = torch.where(rows.is_target, -a * logp.expm1(), -a * p) - h * p * (logp + rows.entropy[pairs.row])
     divisor = head.divisor
     dz = dz / (divisor[pairs.row] if isinstance(divisor, Tensor) else divisor)

@@ -22,6 +22,8 @@ FUNCTIONS = ("row_statistics", "row_gradient", "logits_bf16", "dweight_bf16", "m
 CHUNK_ROWS = {torch.float32: 2048, torch.bfloat16: 512, torch.float16: 2048}  # the tiles of bf16 are made for 512
 DTYPES = tuple(CHUNK_ROWS)
 PANEL_ROWS = 64  # rows of a bf16 GEMM, which is compiled for each of its few shapes at its first use
+LOGPROB = 2  # columns of `row_statistics`
+ENTROPY = 3
 PACKED_BYTES = 2**18  # bytes of weight at a time, for the bf16 GEMM: half of a second-level cache
 
 
@@ -65,9 +67,10 @@ def torch_gemm() -> tuple[ctypes.c_void_p, ctypes.c_void_p] | None:
     if not torch.cpu._is_avx512_bf16_supported():
         return None
     library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
-    names = "brgemmEllllllbPKN3c108BFloat16ES5_Pfb", "brgemm_releaseEb"
+    namespace = "_ZN2at6native7cpublas"
     try:
-        gemm, release = (getattr(library, f"_ZN2at6native7cpublas{i}{n}") for i, n in zip((6, 14), names, strict=True))
+        gemm = getattr(library, f"{namespace}6brgemmEllllllbPKN3c108BFloat16ES5_Pfb")
+        release = getattr(library, f"{namespace}14brgemm_releaseEb")
     except AttributeError:
         logger.info("this torch has no bf16 GEMM with fp32 results; bf16 inputs are widened to fp32")
         return None
@@ -92,7 +95,8 @@ def fill_logits(head: Head, gemm: tuple[ctypes.c_void_p, ctypes.c_void_p] | None
     """Written to z (n, V); hidden and weight `dense` where a GEMM is given."""
     if gemm is None:
         return logits_into(head, z)
-    hidden, weight = head.hidden, head.weight
+    hidden = head.hidden
+    weight = head.weight
     V, H = weight.shape
     columns = max(32, min(256, PACKED_BYTES // (2 * H) // 32 * 32))
     native().rlplus_logits_bf16(
@@ -116,7 +120,8 @@ def inverse_temperature(head: Head) -> Tensor:
 
 def row_statistics(z: Tensor, head: Head, bias: Tensor | None) -> Tensor:
     """(n, 4): max of z + bias, capped, sum of exponentials without the largest, logprob, entropy; bias fp32."""
-    out, inverse = z.new_empty(len(z), 4), inverse_temperature(head)
+    out = z.new_empty(len(z), 4)
+    inverse = inverse_temperature(head)
     native().rlplus_row_statistics(
         pointer(z), pointer(bias), pointer(head.target), int64(len(z)), int64(z.shape[1]),
         pointer(inverse), cap_of(head), pointer(out), torch.get_num_threads(),
@@ -133,7 +138,8 @@ def row_gradient(
 
     DEPTH - 1 zeros follow a bf16 row, as far as its memory has room.
     """
-    dlogprob, dentropy = dlogprob.contiguous(), None if dentropy is None else dentropy.contiguous()
+    dlogprob = dlogprob.contiguous()
+    dentropy = None if dentropy is None else dentropy.contiguous()
     inverse = inverse_temperature(head)
     native().rlplus_row_gradient(
         pointer(z), pointer(out), pointer(bias), pointer(source), int64(len(source)), int64(z.shape[1]),

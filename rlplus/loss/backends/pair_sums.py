@@ -27,7 +27,8 @@ def spans(head: Head, count: int, scratch_bytes: float) -> Iterator[slice]:
 def bags(table: Tensor, index: Tensor, factors: Tensor | None, offsets: Tensor) -> Tensor:
     """Sums of the table's rows (., H) at index (P,) times factors (P,), in their dtype: (len(offsets) - 1, H)."""
     if factors is not None and table.dtype != factors.dtype:
-        table, index = table.index_select(0, index).to(factors.dtype), torch.arange(len(index), device=index.device)
+        table = table.index_select(0, index).to(factors.dtype)
+        index = torch.arange(len(index), device=index.device)
     return torch.nn.functional.embedding_bag(
         index, table, offsets, mode="sum", per_sample_weights=factors, include_last_offset=True
     )
@@ -41,16 +42,16 @@ class PairGradients(GradientSum):
 
     def wanted(self) -> Want:
         """The first rows are to be computed with this: their gradient of weight is added to the sum here."""
-        if self.weight is None and self.want.needs[1]:
+        if self.weight is None and self.want.needs.weight:
             self.weight = self.head.hidden.new_zeros(self.head.weight.shape, dtype=self.head.dtype)
         return self.want.into(self.weight)
 
     def take(self, which: Tensor, gradients: Gradients) -> None:
         """The first rows' gradients, computed with `wanted`."""
         dhidden, _, dbias = gradients
-        if self.want.needs[0]:
+        if self.want.needs.hidden:
             self.hidden[which] = dhidden
-        if self.want.needs[2]:
+        if self.want.needs.bias:
             self.bias += dbias
 
     def add_pairs(self, which: Index, head: Head, row: Tensor, token: Tensor, dz: Tensor) -> None:
@@ -59,24 +60,28 @@ class PairGradients(GradientSum):
         row (P,), sorted, token (P,), and the loss's derivative dz (P,) by the row's logit of that token.
         """
         live = dz.nonzero().squeeze(1)
-        row, token, dz = row[live], token[live], dz[live]
+        row = row[live]
+        token = token[live]
+        dz = dz[live]
         pieces = list(spans(head, len(dz), self.want.scratch_bytes))
-        if self.want.needs[0]:
+        if self.want.needs.hidden:
             total = head.hidden.new_zeros(head.hidden.shape, dtype=head.dtype)
             add_sums(total, row, dz, head.weight, token, pieces)
             add_over_ranks(head, total)
             self.set_hidden(which, total)
         order = token.argsort(stable=True)
-        row, token, dz = row[order], token[order], dz[order]
+        row = row[order]
+        token = token[order]
+        dz = dz[order]
         if self.weight is not None:
             add_sums(self.weight, token, dz, head.hidden, row, pieces)
-        elif self.want.needs[1]:  # a sum for the tokens that there are: for all it would take most of the time
+        elif self.want.needs.weight:  # a sum for the tokens that there are: for all it would take most of the time
             tokens, number = token.unique_consecutive(return_inverse=True)
             total = head.hidden.new_zeros(len(tokens), head.hidden.shape[1], dtype=head.dtype)
             add_sums(total, number, dz, head.hidden, row, pieces)
             self.weight = head.hidden.new_zeros(head.weight.shape)  # complete, in hidden's dtype
             self.weight[tokens] = total.to(self.weight.dtype)
-        if self.want.needs[2]:
+        if self.want.needs.bias:
             one = dz.new_ones(1, 1)
             add_sums(self.bias[:, None], token, dz, one, torch.zeros_like(row), [slice(None)])
 

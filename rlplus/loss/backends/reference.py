@@ -26,7 +26,8 @@ def _keep_factors(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> No
 
 
 def _product_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    (a, b), (needs_a, needs_b) = ctx.saved_tensors, ctx.needs_input_grad
+    a, b = ctx.saved_tensors
+    needs_a, needs_b = ctx.needs_input_grad
     return product(grad, b.T) if needs_a else None, product(grad.T, a.T) if needs_b else None
 
 
@@ -64,7 +65,8 @@ def log_probabilities(head: Head) -> Tensor:
 
 
 def _logits(head: Head) -> Tensor:
-    weight, bias = (None if x is None else _Rounded.apply(x, head.hidden.dtype) for x in (head.weight, head.bias))
+    weight = _Rounded.apply(head.weight, head.hidden.dtype)
+    bias = None if head.bias is None else _Rounded.apply(head.bias, head.hidden.dtype)
     z = scaled(product(head.hidden.to(head.dtype), weight), head._replace(bias=bias))
     if head.softcap is not None:
         z = head.softcap * (z / head.softcap).tanh()
@@ -85,8 +87,10 @@ def logprob_and_entropy(head: Head) -> tuple[Tensor, Tensor]:
 
 def _log_softmax(z: Tensor) -> Tensor:
     """log softmax of z (N, V). That of a nearly sure token keeps its digits: the others' sum is not added to its 1."""
-    logp, top = z.log_softmax(-1), z.argmax(-1, keepdim=True)
-    largest, others = z.gather(-1, top), z.scatter(-1, top, -torch.inf)
+    logp = z.log_softmax(-1)
+    top = z.argmax(-1, keepdim=True)
+    largest = z.gather(-1, top)
+    others = z.scatter(-1, top, -torch.inf)
     usual = largest.isfinite() & (others.amax(-1, keepdim=True) > -torch.inf)
     rest = others.where(usual, 0.0).logsumexp(-1, keepdim=True) - largest.where(usual, 0.0)
     return logp.scatter(-1, top, torch.where(usual, -torch.nn.functional.softplus(rest), logp.gather(-1, top)))
@@ -123,7 +127,8 @@ def linear_topk_divergence(
     head: Head, tokens: Tensor, logprobs: Tensor, weights: Tensor, beta: float
 ) -> tuple[Tensor, Tensor]:
     """-> loss (differentiable in the head), divergence (N,)."""
-    counts, V = weights != 0, len(head.weight)
+    counts = weights != 0
+    V = len(head.weight)
 
     def of(head: Head, logprobs: Tensor) -> Tensor:
         logp = _Floor.apply(_log_softmax(student_classes(_logits(head), tokens.clamp(0, V - 1))))

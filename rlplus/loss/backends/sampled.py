@@ -96,9 +96,17 @@ def policy_loss(drawer: Drawer, call: PolicyCall) -> PolicyResult:
 
 def forward(drawer: Drawer, head: Head, on: Tensor, scratch_bytes: float) -> Forward:
     """Logprobs and entropies of all rows, and the elements of the rows `on` (N,) bool."""
-    N, new = len(head.target), head.hidden.new_zeros
-    a, b, c, d = (new(N, dtype=head.dtype) for _ in range(4))
-    known = Forward(a, b, c, d, flat=new(N, dtype=torch.bool), elements=_none(head), drawn=new((), dtype=head.dtype))
+    N = len(head.target)
+    new = head.hidden.new_zeros
+    known = Forward(
+        logprob=new(N, dtype=head.dtype),
+        entropy=new(N, dtype=head.dtype),
+        variance=new(N, dtype=head.dtype),
+        square=new(N, dtype=head.dtype),
+        flat=new(N, dtype=torch.bool),
+        elements=_none(head),
+        drawn=new((), dtype=head.dtype),
+    )
     parts = [known.elements]
     number = torch.arange(N, device=head.hidden.device)
     for rows, drawn in drawer.draws(head, on, scratch_bytes):
@@ -126,7 +134,8 @@ def gradients(head: Head, elements: Elements, slopes: Slopes, want: Want) -> Gra
 
 
 def _none(head: Head) -> Elements:
-    number, value = head.target[:0], head.hidden.new_empty(0, dtype=head.dtype)
+    number = head.target[:0]
+    value = head.hidden.new_empty(0, dtype=head.dtype)
     return Elements(number, number, value, value)
 
 
@@ -136,13 +145,14 @@ def _elements(head: Head, drawn: Drawn, on: Tensor, number: Tensor) -> Elements:
     token = (head.target >= 0) & (head.target < V)
     # A row that is no number has an element where its target is none, too: an entropy's gradient must show it.
     own = (on & (token | (~drawn.entropy.isfinite() & (V > 0)))).nonzero().squeeze(1)
-    logp, entropy = drawn.logprob[own], drawn.entropy[own]
+    logp = drawn.logprob[own]
+    entropy = drawn.entropy[own]
     factor = torch.ones_like(drawn.logprob) / head.divisor
     own_factor = factor[own] if drawn.own_slope is None else factor[own] * drawn.own_slope[own]
     row = torch.cat([own, drawn.row])
     bonus = drawn.w * (drawn.logp + drawn.entropy[drawn.row])
-    w, scale = drawn.w, factor[drawn.row] if drawn.slope is None else factor[drawn.row] * drawn.slope
-    of_logprob = torch.cat([-torch.expm1(logp) * own_factor, -w * scale])
+    scale = factor[drawn.row] if drawn.slope is None else factor[drawn.row] * drawn.slope
+    of_logprob = torch.cat([-torch.expm1(logp) * own_factor, -drawn.w * scale])
     of_entropy = torch.cat([-logp.exp() * (logp + entropy) * own_factor, -bonus * scale])
     target = head.target.where(token, 0)[own]
     return Elements(number[row], torch.cat([target, drawn.token]), of_logprob, of_entropy)
@@ -154,7 +164,8 @@ SAMPLED_STATS = ("sampled_variance", "sampled_square", "sampled_elements", "samp
 def _noise(head: Head, known: Forward, on: Tensor, dlogprob: Tensor) -> list[Tensor]:
     """Sums: of the variance and of the square of the gradient by the logits that logprobs have, of elements, of flat
     rows. The root of the first two's ratio is the relative error to expect, but for an entropy bonus and a softcap."""
-    counts, a = on & (dlogprob != 0), dlogprob.masked_fill(~on, 0.0) / head.divisor
+    counts = on & (dlogprob != 0)
+    a = dlogprob.masked_fill(~on, 0.0) / head.divisor
     each = [torch.where(counts, a * a * x, 0.0).sum() for x in (known.variance, known.square)]
     numbers = (known.drawn, (known.flat & counts).sum())
     return [*each, *(known.logprob.new_zeros(()) + number for number in numbers)]

@@ -166,7 +166,8 @@ def _agrees(head: Head, scratch_bytes: float) -> bool:
     """Whether `triton` may compute this call: the first of each size is checked, and a mismatch disables `triton`."""
     kind = (head.hidden.device, head.hidden.dtype)
     compiled_in = (head.softcap is not None, head.row_temperature is not None)
-    size, N = (kind, head.weight.shape, *compiled_in), len(head.target)
+    size = (kind, head.weight.shape, *compiled_in)
+    N = len(head.target)
     # A tracer's stand-in has no numbers; a rank may have no rows of a head that is split.
     if size in _agreeing or not N or type(head.hidden) is not Tensor or not len(head.weight):
         return True
@@ -184,7 +185,8 @@ def _agrees(head: Head, scratch_bytes: float) -> bool:
     if agrees:
         _agreeing.add(size)
     else:
-        shape, error = tuple(head.weight.shape), (got - want).abs().nan_to_num(torch.inf).max().item()
+        shape = tuple(head.weight.shape)
+        error = (got - want).abs().nan_to_num(torch.inf).max().item()
         _refuse(
             kind,
             f"the first call of backend 'triton' with a weight {shape} on {_named(kind)}: "

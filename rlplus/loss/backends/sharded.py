@@ -31,7 +31,9 @@ from rlplus.loss.objective.tokens import TokenConstants, stat_names, token_loss
 FIRST = ("failed", "rows", "chunk", "tokens", "call")  # the first numbers that ranks exchange; then, of each input
 PER_TOKEN = 5 + len(TokenConstants._fields)  # per token, its checksum and the norm by which differences are judged
 SAME_BITS = ("targets", "tokens that count")
-EXACT, ROUNDED = 1e-12, 0.01  # shares of the norm by which checksums may differ; unrelated ones are as near once in 180
+# Shares of the norm by which checksums may differ; unrelated ones are as near as ROUNDED once in 180.
+EXACT = 1e-12
+ROUNDED = 0.01
 
 
 class Blocks(Protocol):
@@ -95,7 +97,8 @@ def meet(
 
     on (N,): the tokens that count; call: what must be the same on all ranks; per_token: tensors (N,) or None.
     """
-    group, n = _resolve_process_group(head.group), len(head.target)  # type: ignore[arg-type]
+    group = _resolve_process_group(head.group)  # type: ignore[arg-type]
+    n = len(head.target)
     row = len(head.weight) * (blocks.scratch_per_logit(*head.logits) + blocks.OVERWRITES * head.dtype.itemsize)
     row += head.weight.shape[1] * 2 * (head.hidden.dtype.itemsize + head.dtype.itemsize)
     same = (head.hidden.dtype, head.weight.shape[1], head.temperature, head.softcap, *call)
@@ -113,7 +116,9 @@ def meet(
     numbers = torch.tensor(first, dtype=torch.float64, device=head.target.device)
     ranks = _gathered(torch.cat([numbers, *_checksums(list(columns.values()), on)]), group).tolist()
     _check_same(ranks, list(columns))
-    return Shards(group, [int(rank[1]) for rank in ranks], int(min(rank[2] for rank in ranks)))
+    lengths = [int(rank[FIRST.index("rows")]) for rank in ranks]
+    chunk = int(min(rank[FIRST.index("chunk")] for rank in ranks))
+    return Shards(group, lengths, chunk)
 
 
 def _checksums(columns: list[Tensor | None], on: Tensor) -> tuple[Tensor, Tensor]:
@@ -154,8 +159,9 @@ def _other_tokens(ranks: list[list[float]], names: list[str]) -> str:
     for column, name in enumerate(names, len(FIRST)):
         tolerance = (EXACT if name in SAME_BITS else ROUNDED) * ranks[0][column + PER_TOKEN]
         for rank, numbers in enumerate(ranks):
-            a, b = ranks[0][column], numbers[column]
-            if not (a == b or (isnan(a) and isnan(b)) or abs(a - b) < tolerance):
+            want = ranks[0][column]
+            got = numbers[column]
+            if not (want == got or (isnan(want) and isnan(got)) or abs(want - got) < tolerance):
                 return f"as many with other {name} on rank {rank} than on rank 0"
     return ""
 
@@ -163,12 +169,14 @@ def _other_tokens(ranks: list[list[float]], names: list[str]) -> str:
 def policy_loss(blocks: Blocks, shards: Shards, call: PolicyCall) -> PolicyResult:
     """As a backend's; the gradients of weight and bias are those of this rank's rows."""
     head, constants, objective, want = call
-    logprob, entropy = (head.hidden.new_empty(len(head.target), dtype=head.dtype) for _ in range(2))
+    logprob = head.new_column()
+    entropy = head.new_column()
     loss = head.hidden.new_zeros((), dtype=head.dtype)
     stats = loss.new_zeros(len(stat_names(constants)))
     grads = ShardedGradients(blocks, shards, head, want, call.factors)
     for rows, part, z, known in chunks(blocks, shards, head):
-        logprob[rows], entropy[rows] = known.logprob, known.entropy
+        logprob[rows] = known.logprob
+        entropy[rows] = known.entropy
         out = token_loss(known.logprob, known.entropy, constants.rows(rows), objective)
         loss += out.loss
         stats += torch.stack(list(out.stats.values()))
@@ -178,9 +186,11 @@ def policy_loss(blocks: Blocks, shards: Shards, call: PolicyCall) -> PolicyResul
 
 def logprob(blocks: Blocks, shards: Shards, head: Head) -> tuple[Tensor, Tensor]:
     """-> logprob (N,), entropy (N,)."""
-    logprob, entropy = (head.hidden.new_empty(len(head.target), dtype=head.dtype) for _ in range(2))
+    logprob = head.new_column()
+    entropy = head.new_column()
     for rows, _, _, known in chunks(blocks, shards, head):
-        logprob[rows], entropy[rows] = known.logprob, known.entropy
+        logprob[rows] = known.logprob
+        entropy[rows] = known.entropy
     return logprob, entropy
 
 
@@ -232,7 +242,8 @@ class ShardedGradients(GradientSum):
 
     def __init__(self, blocks: Blocks, shards: Shards, head: Head, want: Want, factors: list[Tensor]) -> None:
         super().__init__(head, want, factors)
-        self.blocks, self.group = blocks, shards.group
+        self.blocks = blocks
+        self.group = shards.group
 
     def add_chunk(
         self, rows: slice, part: Head, z: Tensor, known: Statistics, dlogprob: Tensor, dentropy: Tensor | None

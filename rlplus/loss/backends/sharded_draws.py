@@ -23,7 +23,8 @@ class ShardedDrawer:
     """`sampled.Drawer` of the head of this rank's rows."""
 
     def __init__(self, blocks: Blocks, shards: Shards, whole: Head) -> None:
-        self.blocks, self.whole = blocks, whole
+        self.blocks = blocks
+        self.whole = whole
         self.shards = shards._replace(chunk=max(1, shards.chunk // LESS))
 
     def draws(self, head: Head, on: Tensor, scratch_bytes: float) -> Iterator[tuple[slice, Drawn]]:
@@ -33,7 +34,9 @@ class ShardedDrawer:
 
     def _drawn(self, part: Head, on: Tensor, z: Tensor, known: Statistics) -> Drawn:
         if not z.shape[1]:
-            none, number, zeros = known.entropy[:0], part.target[:0], torch.zeros_like(known.entropy)
+            none = known.entropy[:0]
+            number = part.target[:0]
+            zeros = torch.zeros_like(known.entropy)
             return Drawn(known.logprob, known.entropy, number, number, none, none, None, None, zeros, zeros, zeros != 0)
         assert part.uniform is not None
         part = part._replace(uniform=(part.uniform + GOLDEN * self.shards.group.rank()) % 1)

@@ -33,10 +33,12 @@ def draw(
     """
     assert head.uniform is not None
     p = torch.exp(logp, out=memory)
-    on, known = on & entropy.isfinite(), (head.target >= 0) & (head.target < p.shape[1])
+    on = on & entropy.isfinite()
+    known = (head.target >= 0) & (head.target < p.shape[1])
     at = head.target.where(known, 0)[:, None]
     p.scatter_(1, at, torch.where(known[:, None], 0.0, p.gather(1, at)))
     row, token, w, variance, flat = choose(p, on, head.uniform, head.threshold)
     square = torch.where(known, torch.expm1(logprob.nan_to_num(0.0)) ** 2, 0.0) + (p * p).sum(1)
-    of_cap, of_own = (None, None) if slope is None else (slope[row, token], slope.gather(1, at).squeeze(1))
+    of_cap = None if slope is None else slope[row, token]
+    of_own = None if slope is None else slope.gather(1, at).squeeze(1)
     return Drawn(logprob, entropy, row, token, w, logp[row, token], of_cap, of_own, variance, square, flat)

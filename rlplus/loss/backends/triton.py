@@ -38,17 +38,24 @@ from rlplus.loss.head.gradient_sum import Gradients, GradientSum, Index, Want, g
 from rlplus.loss.head.head import Head, Statistics, dhidden, dweight, raw_logits
 from rlplus.loss.objective.tokens import STATS, may_have_gradient, stat_names
 
-LOGPROB, ENTROPY, REFERENCE = names.LOGPROB.value, names.ENTROPY.value, names.REFERENCE.value
-LOGSUM, SLOPE, WIDTH = names.LOGSUM.value, names.SLOPE.value, names.WIDTH.value
-DLOGPROB, DENTROPY = names.DLOGPROB.value, names.DENTROPY.value
-PARTIALS, LOWEST = linear_kernels.PARTIALS.value, elementwise.LOWEST.value
+LOGPROB = names.LOGPROB.value
+ENTROPY = names.ENTROPY.value
+REFERENCE = names.REFERENCE.value
+LOGSUM = names.LOGSUM.value
+SLOPE = names.SLOPE.value
+WIDTH = names.WIDTH.value
+DLOGPROB = names.DLOGPROB.value
+DENTROPY = names.DENTROPY.value
+PARTIALS = linear_kernels.PARTIALS.value
+LOWEST = elementwise.LOWEST.value
 
 
 def policy_loss(call: PolicyCall) -> PolicyResult:
     head, constants, objective, want = call
     columns, given = token_arguments.columns(constants)
     surrogates = (token_arguments.coefficients(objective), given, token_arguments.choices(objective))
-    logprob, entropy = (head.hidden.new_empty(len(head.target), dtype=head.dtype) for _ in range(2))
+    logprob = head.new_column()
+    entropy = head.new_column()
     sums = [logprob.new_zeros(1, token_kernels.SUMS.value)]
     grads = ChunkGradients(head, want, call.factors)
     with on_device(head.hidden.device):
@@ -57,7 +64,8 @@ def policy_loss(call: PolicyCall) -> PolicyResult:
             work = Work(head, way, which, want.scratch_bytes)
             for rows, part, values in work.chunks():
                 sums.append(token_kernels.token_loss(values, columns[rows], *surrogates))
-                logprob[rows], entropy[rows] = values[:, LOGPROB], values[:, ENTROPY]
+                logprob[rows] = values[:, LOGPROB]
+                entropy[rows] = values[:, ENTROPY]
                 if differentiated:
                     grads.add_chunk(work, rows, part, values)
     stats = torch.cat(sums).sum(0)
@@ -78,11 +86,13 @@ def stored_way(head: Head, bonus: bool = True) -> Way:
 
 
 def logprob(head: Head, scratch_bytes: float, stored: Stored | None = None) -> tuple[Tensor, Tensor]:
-    logprob, entropy = (head.hidden.new_empty(len(head.target), dtype=head.dtype) for _ in range(2))
+    logprob = head.new_column()
+    entropy = head.new_column()
     way = way_of(head, False) if stored is None else stored_way(head)
     with on_device(head.hidden.device):
         for rows, _, values in Work(head, way, None, scratch_bytes, stored).chunks():
-            logprob[rows], entropy[rows] = values[:, LOGPROB], values[:, ENTROPY]
+            logprob[rows] = values[:, LOGPROB]
+            entropy[rows] = values[:, ENTROPY]
     return logprob, entropy
 
 
@@ -119,7 +129,8 @@ class KernelStatistics:
 
     def __init__(self, head: Head) -> None:
         n = len(head.target)
-        self.head, self.values = head, head.hidden.new_empty(n, WIDTH, dtype=head.dtype)
+        self.head = head
+        self.values = head.hidden.new_empty(n, WIDTH, dtype=head.dtype)
         with on_device(head.hidden.device):
             linear_kernels.target_logits(self.values, head.hidden, head.weight, *arguments(head))
         self.so_far = self.values.new_zeros(1, PARTIALS, n)
@@ -133,7 +144,8 @@ class KernelStatistics:
             )
 
     def finish(self) -> Statistics:
-        values, head = self.values, self.head
+        values = self.values
+        head = self.head
         with on_device(values.device):
             linear_kernels.finish_rows(values, self.so_far, len(head.weight), head.target.contiguous())
         reference = values[:, REFERENCE]
@@ -169,12 +181,13 @@ class ChunkGradients(GradientSum):
         """Add a chunk, whose slopes may be scaled in `values`."""
         live = (values[:, DLOGPROB : DENTROPY + 1] != 0).any(1)
         dlogits, closed = work.differentiate(head, values, self.scale)
-        factor = None if closed is None else closed[0]
+        factor = None
         if closed is not None:
-            new = closed[1].new_zeros(len(self.head.target)) if self.at_target is None else self.at_target
-            new[rows] = closed[1]
+            factor, own = closed
+            new = own.new_zeros(len(self.head.target)) if self.at_target is None else self.at_target
+            new[rows] = own
             self.at_target = new
-        if self.want.needs[0]:
+        if self.want.needs.hidden:
             gradient = dhidden(dlogits, head)
             if closed is not None:
                 own_tokens.finish_hidden(gradient, *closed, head.weight, head.target.contiguous())
@@ -187,7 +200,7 @@ class ChunkGradients(GradientSum):
                 self.weight = torch.mm(dlogits.t(), hidden)  # complete; not fp16, where scaled values may overflow
             else:
                 self.add_weight(dlogits, hidden)
-        if self.want.needs[2]:
+        if self.want.needs.bias:
             row = live[:, None] if factor is None else factor[:, None]
             self.bias.add_(dweight(dlogits, row.to(dlogits.dtype)).squeeze(1))
 
@@ -197,7 +210,7 @@ class ChunkGradients(GradientSum):
             with on_device(self.at_target.device):
                 if self.weight is not None:
                     own_tokens.add_to_weight(self.weight, self.at_target, self.head.hidden, self.head.target)
-                if self.want.needs[2]:
+                if self.want.needs.bias:
                     one = self.at_target.new_ones(len(self.at_target), 1)
                     own_tokens.add_to_weight(self.bias[:, None], self.at_target, one, self.head.target)
         return super().finish()

@@ -13,7 +13,9 @@ from rlplus.loss.backends.ways import Way, chunk_rows, width
 from rlplus.loss.head.gradient_sum import Index
 from rlplus.loss.head.head import Head, logits_into
 
-WIDTH, DLOGPROB, DENTROPY = names.WIDTH.value, names.DLOGPROB.value, names.DENTROPY.value
+WIDTH = names.WIDTH.value
+DLOGPROB = names.DLOGPROB.value
+DENTROPY = names.DENTROPY.value
 PARTIALS = linear_kernels.PARTIALS.value
 
 
@@ -24,7 +26,10 @@ class Work:
         self, head: Head, way: Way, which: Tensor | None, scratch_bytes: float,
         stored: tuple[Tensor, Tensor] | None = None,
     ) -> None:  # fmt: skip
-        self.head, self.way, self.which, self.stored = head, way, which, stored
+        self.head = head
+        self.way = way
+        self.which = which
+        self.stored = stored
         self.count = len(head.target) if which is None else len(which)
         self.rows = chunk_rows(head._replace(target=head.target[: self.count]), way, scratch_bytes)
         self.logits: Tensor | None = None  # (n, .) of the chunk, as the exponentials are
@@ -36,14 +41,16 @@ class Work:
 
     def chunks(self) -> Iterator[tuple[Index, Head, Tensor]]:
         """Which rows, the head of those alone, and values (n, WIDTH) with their statistics."""
-        way, buffer = self.way, None
+        way = self.way
+        buffer = None
         logits = self._buffer(self.head.dtype if way.tile is None else None)
         if self.stored is None:
             buffer = self._buffer(way.exponentials)
         for rows in self._spans():
             head = self.head.rows(rows)
             n = len(head.target)
-            self.logits, self.exponentials = self._of(logits, n), self._of(buffer, n)
+            self.logits = self._of(logits, n)
+            self.exponentials = self._of(buffer, n)
             if self.stored is not None:
                 self._take(self.stored[0][rows])
             values = head.hidden.new_empty(len(head.target), WIDTH, dtype=head.dtype)
@@ -73,8 +80,10 @@ class Work:
             self.exponentials = rows
 
     def _vendor(self, head: Head, values: Tensor) -> None:
-        n, V = len(values), len(head.weight)
-        logits, kept = self.logits, self.exponentials
+        n = len(values)
+        V = len(head.weight)
+        logits = self.logits
+        kept = self.exponentials
         assert logits is not None
         if head.mixed:
             torch.mm(head.hidden, head.weight.t(), out_dtype=head.dtype, out=logits[:, :V])
@@ -89,11 +98,17 @@ class Work:
         linear_kernels.finish_rows(values, partial, V, rest[0])
 
     def _ours(self, head: Head, values: Tensor) -> None:
-        tile, n, V, kept, rest = self.way.tile, len(values), len(head.weight), self.exponentials, arguments(head)
+        tile = self.way.tile
+        n = len(values)
+        V = len(head.weight)
+        kept = self.exponentials
+        rest = arguments(head)
         assert tile is not None
-        hidden, weight = head.hidden.contiguous(), head.weight
+        hidden = head.hidden.contiguous()
+        weight = head.weight
         if not hidden.is_cuda:  # the interpreter's bf16 is wrong
-            hidden, weight = hidden.to(head.dtype), weight.to(head.dtype)
+            hidden = hidden.to(head.dtype)
+            weight = weight.to(head.dtype)
         partial = values.new_empty(-(-V // tile.BLOCK_V), PARTIALS, n)
         marked = torch.empty(n, dtype=torch.int32, device=values.device)
         product = (values, hidden, weight, *rest)
@@ -112,10 +127,13 @@ class Work:
         """-> dlogits (n, V), and None; or exponentials, their factors (n,) and the targets' own elements (n,).
 
         scale: of the slopes of fp16."""
-        n, (V, _), block = len(values), head.weight.shape, tiling.GRADIENT
+        n = len(values)
+        V, _ = head.weight.shape
+        block = tiling.GRADIENT
         if self.exponentials is not None:
             e = self.exponentials
-            factor, own = values.new_empty(n), values.new_empty(n)  # each aligned, whatever n is
+            factor = values.new_empty(n)
+            own = values.new_empty(n)  # each aligned, whatever n is
             rest = (head.target.contiguous(), head.temperature, arguments(head)[-1])
             row_kernels.close_rows(factor, own, values, e, V, *rest, self.way.bonus, block)
             return e[:, :V], (factor, own)
@@ -133,5 +151,6 @@ class Work:
 
 def arguments(head: Head) -> tuple[Tensor, Tensor | None, float, float | None, Tensor | None]:
     """The last arguments of the row kernels."""
-    bias, temperature = (None if x is None else x.contiguous() for x in (head.bias, head.row_temperature))
+    bias = None if head.bias is None else head.bias.contiguous()
+    temperature = None if head.row_temperature is None else head.row_temperature.contiguous()
     return head.target.contiguous(), bias, head.temperature, head.softcap, temperature

@@ -30,18 +30,23 @@ def draws(head: Head, on: Tensor, scratch_bytes: float) -> Iterator[tuple[Index,
 
 
 def _drawn(work: Work, head: Head, values: Tensor, on: Tensor) -> Drawn:
-    n, K, new = len(values), MOST + 8, values.new_empty
+    n = len(values)
+    K = MOST + 8
+    new = values.new_empty
     rows = work.logits if work.exponentials is None else work.exponentials
-    logprob, entropy = values[:, LOGPROB.value].clone(), values[:, ENTROPY.value].clone()
+    logprob = values[:, LOGPROB.value].clone()
+    entropy = values[:, ENTROPY.value].clone()
     if rows is None or not n:
-        none, number = new(0), head.target[:0]
+        none = new(0)
+        number = head.target[:0]
         zeros = torch.zeros_like(logprob)
         return Drawn(logprob, entropy, number, number, none, none, None, None, zeros, zeros, zeros != 0)
     slope = None if head.softcap is None else new(n, K)
     token, w, logp, sums = _draw(head, rows[:n], values, on, slope, exponentials=rows is work.exponentials)
     count, flat, variance, square = sums.unbind(1)
     row, kept = _kept(count, K)
-    of_cap, of_own = (None, None) if slope is None else (slope[kept], values[:, SLOPE.value].clone())
+    of_cap = None if slope is None else slope[kept]
+    of_own = None if slope is None else values[:, SLOPE.value].clone()
     found = (row, token[kept].long(), w[kept], logp[kept], of_cap)
     return Drawn(logprob, entropy, *found, own_slope=of_own, variance=variance, square=square, flat=flat != 0)
 
@@ -53,7 +58,7 @@ def draw(head: Head, dz: Tensor, size: Tensor, on: Tensor) -> Iterator[tuple[Ten
     plain = Head(head.hidden, head.weight, None, torch.full_like(head.target, -1), 1.0)
     plain = plain._replace(uniform=head.uniform, threshold=head.threshold)
     token, w, _, sums = _draw(plain, dz, values, on, None, exponentials=True)
-    row, kept = _kept(sums[:, 0], token.shape[1])
+    row, kept = _kept(sums[:, kernels.COUNT.value], token.shape[1])
     yield row, token[kept].long(), w[kept]
 
 
@@ -62,9 +67,13 @@ def _draw(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """token, w, logp (n, K), of which each row has as many as sums (n, SUMS) says; slope (n, K) is filled."""
     assert head.uniform is not None
-    n, K, new = len(values), MOST + 8, values.new_empty
-    token, sums = torch.empty(n, K, dtype=torch.int32, device=values.device), new(n, kernels.SUMS.value)
-    w, logp = new(n, K), new(n, K)
+    n = len(values)
+    K = MOST + 8
+    new = values.new_empty
+    token = torch.empty(n, K, dtype=torch.int32, device=values.device)
+    sums = new(n, kernels.SUMS.value)
+    w = new(n, K)
+    logp = new(n, K)
     kernels.draw_rows(
         token, w, logp, slope, sums, values, rows, len(head.weight), on.to(torch.int32), head.uniform.contiguous(),
         head.threshold, MOST, *arguments(head), exponentials=exponentials,

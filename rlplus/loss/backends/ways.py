@@ -50,7 +50,9 @@ def our_tile(head: Head) -> Tile | None:
 
 def row_bytes(head: Head, way: Way) -> int:
     """Scratch of a row."""
-    (V, H), wide, narrow = head.weight.shape, head.dtype.itemsize, head.hidden.dtype.itemsize
+    V, H = head.weight.shape
+    wide = head.dtype.itemsize
+    narrow = head.hidden.dtype.itemsize
     parts = 1 if way.tile is None else -(-V // way.tile.BLOCK_V)
     logit = wide if way.tile is None else 0
     if way.exponentials is not None:

@@ -50,7 +50,8 @@ def head_of(model: nn.Module) -> HeadArguments:
     ZeRO-3, and for a class that does anything else to hidden states or logits than `LogitTransform`.
     """
     model = without_peft(model)
-    transform, head = logit_transform(model), plain_head(model)
+    transform = logit_transform(model)
+    head = plain_head(model)
     shape = (head.out_features, head.in_features)
     if head.weight.shape != shape:
         raise ValueError(
@@ -139,7 +140,8 @@ def plain_head(model: Any) -> nn.Linear:
 def _candidates(model: Any) -> tuple[list[float], list[float | None]]:
     """Factors and softcaps that the configuration's numbers may stand for."""
     configs = (model.config, model.config.get_text_config(decoder=True))
-    scales, softcaps = [1.0], list[float | None]()
+    scales = [1.0]
+    softcaps = list[float | None]()
     for config in configs:
         scales += (s for name in SCALES for v in _number(config, name) for s in (v, 1 / v))
         width = _number(config, "hidden_size")
@@ -170,7 +172,8 @@ class _BodyOutput:
 def _run(model: Any, head: nn.Linear, hidden: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
     """The input of the head if the body returns `hidden` (1, n, H), and the logits if the head returns z."""
     names = {child: name for name, child in model._modules.items()}
-    wrapped, whole = model.get_output_embeddings(), body_of(model)
+    wrapped = model.get_output_embeddings()
+    whole = body_of(model)
     if whole not in names or wrapped not in names:
         raise ValueError(f"want a model whose body and head are its own children; {_kind(model)} has them elsewhere")
     at_head: list[Tensor] = []

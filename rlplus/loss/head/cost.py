@@ -67,7 +67,8 @@ def gemm(machine: Machine, shape: Shape, size: tuple[int, int, int], traffic: fl
     vendor's kernels divide the sums over k.
     """
     m, n, k = size
-    area, P = float(m * n), machine.processors
+    area = float(m * n)
+    P = machine.processors
     tiles = ceil(m / TILE[0]) * ceil(n / TILE[1])
     if P and tiles >= P:
         area = ceil(tiles / P) * P * TILE[0] * TILE[1]
@@ -107,7 +108,8 @@ def one_pass(
         return OWN_GEMM * seconds if path.ours else seconds
 
     # The first chunk writes dweight, the others read it too; the only one rounds it as well.
-    begins, grows = V * H * (narrow if count < 2 else wide), 2 * V * H * wide
+    begins = V * H * (narrow if count < 2 else wide)
+    grows = 2 * V * H * wide
 
     def dweight(n: int, traffic: float) -> float:
         return product((V, H, n), traffic + n * (V + H) * narrow)

@@ -12,21 +12,29 @@ Gradients = tuple[Tensor, Tensor, Tensor]
 """dhidden (N, H), dweight (V, H), dbias (V,); one that is not needed is empty."""
 
 
+class Needs(NamedTuple):
+    """Whether an input of a head needs its gradient."""
+
+    hidden: bool = False
+    weight: bool = False
+    bias: bool = False
+
+
 class Want(NamedTuple):
     """The gradients that a call wants beside its values, and the memory that it may take.
 
-    needs: whether hidden, weight and bias need a gradient. weight_grad (V, H) fp32 (fp64) or None: the gradient of
-    weight is added there, and needs[1] is False. scratch_bytes: for logits.
+    weight_grad (V, H) fp32 (fp64) or None: the gradient of weight is added there, and needs.weight is False.
+    scratch_bytes: for logits.
     """
 
     scratch_bytes: float
-    needs: tuple[bool, bool, bool] = (False, False, False)
+    needs: Needs = Needs()
     weight_grad: Tensor | None = None
 
     @property
     def weight(self) -> bool:
         """Whether the gradient of weight is computed."""
-        return self.needs[1] or self.weight_grad is not None
+        return self.needs.weight or self.weight_grad is not None
 
     @property
     def some(self) -> bool:
@@ -35,7 +43,7 @@ class Want(NamedTuple):
 
     def into(self, weight_grad: Tensor | None) -> "Want":
         """The same with the gradient of weight added to `weight_grad`, unless that is None."""
-        needs = (self.needs[0], self.needs[1] and weight_grad is None, self.needs[2])
+        needs = self.needs._replace(weight=self.needs.weight and weight_grad is None)
         return self._replace(needs=needs, weight_grad=weight_grad)
 
 
@@ -48,10 +56,11 @@ class GradientSum:
 
     def __init__(self, head: Head, want: Want, factors: list[Tensor] | None) -> None:
         new = head.hidden.new_zeros
-        self.head, self.want = head, want
-        self.hidden = new(head.hidden.shape if want.needs[0] else (0,))
+        self.head = head
+        self.want = want
+        self.hidden = new(head.hidden.shape if want.needs.hidden else (0,))
         self.weight = want.weight_grad  # None: the first chunk writes it, since zeros would be read once more
-        self.bias = new(head.weight.shape[:1] if want.needs[2] else (0,), dtype=head.dtype)
+        self.bias = new(head.weight.shape[:1] if want.needs.bias else (0,), dtype=head.dtype)
         fp16 = want.some and gradient_dtype(head) == torch.float16
         self.scale = fp16_scale(*factors) if fp16 and factors is not None else None
         if self.scale is not None and self.weight is not None:
@@ -73,16 +82,17 @@ class GradientSum:
             index = active.nonzero().squeeze(1)
             if len(index) < len(active):
                 out = None if memory is None else memory[: len(index)]
-                dz, hidden = torch.index_select(dz, 0, index, out=out), hidden[index]
+                dz = torch.index_select(dz, 0, index, out=out)
+                hidden = hidden[index]
                 rows = index + rows.start if isinstance(rows, slice) else rows[index]
         else:  # counting them would wait for the device
             hidden = hidden.masked_fill(~active[:, None], 0.0)
             dz = dz if clean else dz.masked_fill_(~active[:, None], 0.0)
-        if self.want.needs[0]:
+        if self.want.needs.hidden:
             self.set_hidden(rows, dhidden(dz, head))
         if self.want.weight:
             self.add_weight(dz, hidden)
-        if self.want.needs[2]:
+        if self.want.needs.bias:
             self.bias.add_(dz.sum(0, dtype=self.bias.dtype))
 
     def set_hidden(self, rows: Index, gradient: Tensor) -> None:
@@ -104,7 +114,7 @@ class GradientSum:
         returned."""
         total = self.weight
         if total is None:
-            total = self.head.hidden.new_zeros(self.head.weight.shape if self.want.needs[1] else (0,))
+            total = self.head.hidden.new_zeros(self.head.weight.shape if self.want.needs.weight else (0,))
         if self.scale is not None:
             total.div_(self.scale)
             self.bias.div_(self.scale)

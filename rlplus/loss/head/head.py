@@ -44,8 +44,13 @@ class Head(NamedTuple):
     @property
     def shape(self) -> Shape:
         """Sizes alone, for `rlplus.loss.head.cost`."""
-        (V, H), narrow = self.weight.shape, self.hidden.dtype.itemsize
+        V, H = self.weight.shape
+        narrow = self.hidden.dtype.itemsize
         return Shape(len(self.target), H, V, narrow, self.dtype.itemsize)
+
+    def new_column(self) -> Tensor:
+        """Uninitialized memory for a number of each row, (N,), in `dtype`."""
+        return self.hidden.new_empty(len(self.target), dtype=self.dtype)
 
     def rounded(self) -> "Head":
         """Weight and bias in the dtype of hidden."""
@@ -100,20 +105,25 @@ class RunningStatistics:
 
     def __init__(self, head: Head, of_block: Callable[[Head, Tensor], Statistics]) -> None:
         self.of_block = of_block
-        self.rest, self.moment, self.hit = (head.hidden.new_zeros(len(head.target), dtype=head.dtype) for _ in range(3))
-        self.rest.fill_(-1.0)  # sum of e^(z - max) without the largest term, a 1 that would take its digits
-        self.top = torch.full_like(self.rest, -torch.inf)
-        self.hit.fill_(torch.nan)  # z[target] - max, once its block was added
+        # rest: the sum of e^(z - max) without the largest term, a 1 that would take its digits.
+        self.rest = head.new_column().fill_(-1.0)
+        self.moment = head.new_column().zero_()
+        self.top = head.new_column().fill_(-torch.inf)
+        self.hit = head.new_column().fill_(torch.nan)  # z[target] - max, once its block was added
 
     def take(self, block: Head, z: Tensor) -> None:
         """Add a block, whose head has the block's weight and bias and targets relative to the block's start."""
-        rows, top, rest = self.of_block(block, z), self.top, self.rest
+        rows = self.of_block(block, z)
+        top = self.top
+        rest = self.rest
         new = torch.maximum(top, rows.reference)
         origin = new.masked_fill(new == -torch.inf, 0.0)  # all -inf so far: no inf - inf
-        up, block_up = ((m - origin).clamp(min=FLOOR) for m in (top, rows.reference))
+        up = (top - origin).clamp(min=FLOOR)
+        block_up = (rows.reference - origin).clamp(min=FLOOR)
         empty = rows.reference == -torch.inf
         block_rest = rows.logsum.expm1().masked_fill(empty, -1.0)
-        total, block_total = 1 + rest, 1 + block_rest
+        total = 1 + rest
+        block_total = 1 + block_rest
         block_moment = (block_total * (rows.logsum - rows.entropy)).masked_fill(empty, 0.0)
         self.moment = up.exp() * (self.moment + up * total) + block_up.exp() * (block_moment + block_up * block_total)
         self.rest = torch.where(

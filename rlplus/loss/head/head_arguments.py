@@ -52,7 +52,8 @@ def make_head(
     if isinstance(temperature, Tensor) and temperature.ndim == 0 and temperature.device.type == "cpu":
         temperature = temperature.item()
     elif isinstance(temperature, Tensor):
-        rows, temperature = _row_temperature(temperature, hidden), 1.0
+        rows = _row_temperature(temperature, hidden)
+        temperature = 1.0
     # Comparisons only: a number that changes is a symbol to torch.compile, which math.isfinite cannot take.
     for name, value in {"logit_scale": scale, "logit_softcap": softcap, "temperature": temperature}.items():
         optional = name == "logit_softcap" and value is None
@@ -74,7 +75,11 @@ def _kept(kept: Any, target: Tensor, group: str) -> tuple[Tensor | None, Tensor 
         raise ValueError("want kept None with a head that is split over ranks")
     if not (isinstance(kept, tuple | list) and len(kept) == 2 and all(isinstance(x, Tensor) for x in kept)):
         raise ValueError(f"want kept a pair of tensors, offsets and tokens; got {describe(kept)}")
-    offsets, tokens = (x.long() if x.dtype == torch.int32 else x for x in kept)
+    offsets, tokens = kept
+    if offsets.dtype == torch.int32:
+        offsets = offsets.long()
+    if tokens.dtype == torch.int32:
+        tokens = tokens.long()
     for name, tensor, length in (("offsets", offsets, target.numel() + 1), ("tokens", tokens, tokens.numel())):
         check_tensor(f"kept {name}", tensor, (torch.Size([length]), target.device), dtype=torch.int64)
     return offsets, tokens
@@ -96,7 +101,8 @@ def _own_rows(weight: Any, bias: Any, group: Any) -> tuple[Tensor, Tensor | None
             got = f"{describe(bias)}, {getattr(bias, 'placements', 'a plain tensor')}"
             raise ValueError(f"want bias split as weight is, a DTensor, {weight.placements}; got {got}")
         group = weight.device_mesh.get_group()
-        weight, bias = weight.to_local(), None if bias is None else bias.to_local()
+        weight = weight.to_local()
+        bias = None if bias is None else bias.to_local()
     if group is None:
         return weight, bias, ""
     if not hasattr(group, "group_name"):

@@ -40,7 +40,8 @@ def batch_advantages(
     Raises ValueError as group_advantages does, for missing tokens, and for k below 1.
     """
     centred = group_advantages(rewards, group_ids, normalize_std=False, include=include).double()
-    R, on = rewards.double(), torch.ones_like(rewards, dtype=torch.bool) if include is None else include
+    R = rewards.double()
+    on = torch.ones_like(rewards, dtype=torch.bool) if include is None else include
     if estimator == "group":
         return centred
     if estimator in ("batch", "group-batch"):

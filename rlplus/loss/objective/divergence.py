@@ -59,7 +59,8 @@ def _gap(logp: Tensor, logq: Tensor, d: Tensor) -> Tensor:
 
 def log_ratios(d: Tensor, beta: float) -> tuple[Tensor, Tensor]:
     """log(p / m) and log(q / m) of d = log(p / q). Where p and q are near, both are; log m - log p would cancel."""
-    up, down = d.relu(), d.clamp(max=0)  # the slope at d = 0 is the second's alone, as below
+    up = d.relu()  # without a slope at d = 0, which is that of `down` alone, as below
+    down = d.clamp(max=0)
     rest = torch.where(d > 0, ((-up).expm1() * beta).log1p(), (down.expm1() * (1 - beta)).log1p())
     return down - rest, -up - rest
 

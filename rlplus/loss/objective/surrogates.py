@@ -65,14 +65,17 @@ def _ratio(logprob: Tensor, c: TokenConstants, o: Objective) -> Terms:
 
 def _clip(logprob: Tensor, c: TokenConstants, o: Objective) -> Terms:
     """-min(A r, A clip(r)) (PPO; RL-PLUS eq. 2), with dual_clip at most -dual_clip A where A < 0."""
-    A, r = c.advantage, log_ratio(logprob, c).exp()
-    gain, bound = r * A, r.clamp(1 - o.clip_low, 1 + o.clip_high) * A
+    A = c.advantage
+    r = log_ratio(logprob, c).exp()
+    gain = r * A
+    bound = r.clamp(1 - o.clip_low, 1 + o.clip_high) * A
     clipped = bound < gain
     gain = bound.where(clipped, gain)
     if o.dual_clip is not None:
         floor = o.dual_clip * A
         below = (A < 0) & (gain < floor)
-        gain, clipped = floor.where(below, gain), clipped | below
+        gain = floor.where(below, gain)
+        clipped = clipped | below
     return -gain, (-A * r).masked_fill(clipped, 0.0), clipped & (r < 1), clipped & (r > 1)
 
 
@@ -90,9 +93,11 @@ def _cispo(logprob: Tensor, c: TokenConstants, o: Objective) -> Terms:
 
 def _sapo(logprob: Tensor, c: TokenConstants, o: Objective) -> Terms:
     """-A (4 / tau) sigmoid(tau (r - 1)) (soft adaptive policy optimization, arXiv 2511.20347)."""
-    A, r = c.advantage, log_ratio(logprob, c).exp()
+    A = c.advantage
+    r = log_ratio(logprob, c).exp()
     tau = A.new_full(A.shape, o.tau_neg).masked_fill(A > 0, o.tau_pos)
-    gate, rest = (tau * (r - 1)).sigmoid(), (tau * (1 - r)).sigmoid()
+    gate = (tau * (r - 1)).sigmoid()
+    rest = (tau * (1 - r)).sigmoid()
     slope = (4 * r * gate * rest).masked_fill(rest == 0, 0.0)  # the gate closes faster than any ratio grows
     return -A * 4 / tau * gate, -A * slope, False, False
 
@@ -102,8 +107,10 @@ def _dppo(logprob: Tensor, c: TokenConstants, o: Objective) -> Terms:
 
     Divergence PPO with the binary total variation, arXiv 2602.04879.
     """
-    A, moved = c.advantage, logprob.exp() - _old(logprob, c).exp()
-    low, high = (A < 0) & (moved < -o.clip_low), (A > 0) & (moved > o.clip_high)
+    A = c.advantage
+    moved = logprob.exp() - _old(logprob, c).exp()
+    low = (A < 0) & (moved < -o.clip_low)
+    high = (A > 0) & (moved > o.clip_high)
     slope = (-A * log_ratio(logprob, c).exp().clamp(max=o.ratio_cap)).masked_fill(low | high, 0.0)
     return slope * logprob, slope, low, high
 
@@ -123,7 +130,8 @@ def _mis(logprob: Tensor, c: TokenConstants, o: Objective) -> tuple[Tensor, Tens
 
     An unknown p_omega is estimated as the Bayes-optimal (p_old + 1) / 2.
     """
-    old, s = _old(logprob, c), o.mixture_share
+    old = _old(logprob, c)
+    s = o.mixture_share
     if c.behavior_logprob is None:
         g = logprob.exp() / (s / 2 + (1 - s / 2) * old.exp())
     else:

@@ -81,10 +81,12 @@ def token_loss(logprob: Tensor, entropy: Tensor, constants: TokenConstants, obje
     Rows of weight 0 are left out by selection: their contents, NaN included, affect nothing.
     Source: RL-PLUS eq. 1-7; decision 002 for what the paper leaves open.
     """
-    c, o = constants, objective
+    c = constants
+    o = objective
     zero = torch.zeros_like(logprob)
     on = c.token_weight != 0
-    internal, external = on & ~c.external, on & c.external
+    internal = on & ~c.external
+    external = on & c.external
 
     loss_int, slope_int, low, high = _internal(logprob, c, o)
     mismatch, weight_int, outside = _mismatch(logprob, c, o)
@@ -103,11 +105,7 @@ def token_loss(logprob: Tensor, entropy: Tensor, constants: TokenConstants, obje
         log_ref = logprob - c.ref_logprob
     dlogprob = torch.where(on, c.token_weight * slope, zero)
 
-    loss_entropy = dentropy = zero
-    if o.entropy_coef:
-        weight = c.token_weight if c.entropy_weight is None else c.entropy_weight
-        dentropy = torch.where(weight != 0, -o.entropy_coef * weight, zero)
-        loss_entropy = torch.where(weight != 0, dentropy * entropy, zero)
+    loss_entropy, dentropy = _entropy_bonus(entropy, c, o)
 
     p = logprob.exp()
     drift = log_ratio(logprob, c)
@@ -138,12 +136,15 @@ def token_loss(logprob: Tensor, entropy: Tensor, constants: TokenConstants, obje
     stats = dict(zip(STATS, sums, strict=True))
     if c.engine_logprob is not None:
         stats |= _mismatch_stats(mismatch, outside, internal)
-    return TokenLoss(sum(sums[5:8], sums[4]), dlogprob, dentropy, stats)
+    loss = stats["loss_internal"] + stats["loss_external"] + stats["loss_kl"] + stats["loss_entropy"]
+    return TokenLoss(loss, dlogprob, dentropy, stats)
 
 
 def may_have_gradient(constants: TokenConstants, objective: Objective) -> Tensor:
     """(N,) bool: False where the logits' gradient is 0 whatever the policy is."""
-    c, o, surrogate = constants, objective, EXTERNAL[objective.external]
+    c = constants
+    o = objective
+    surrogate = EXTERNAL[objective.external]
     internal = external = c.advantage != 0
     if surrogate.terms is None:
         external = torch.zeros_like(c.external)
@@ -182,9 +183,20 @@ def _kl(logprob: Tensor, ref: Tensor, c: TokenConstants, o: Objective) -> tuple[
     return r * k3, -r * d
 
 
+def _entropy_bonus(entropy: Tensor, c: TokenConstants, o: Objective) -> tuple[Tensor, Tensor]:
+    """Its loss, and the derivative by the entropy."""
+    zero = torch.zeros_like(entropy)
+    if not o.entropy_coef:
+        return zero, zero
+    weight = c.token_weight if c.entropy_weight is None else c.entropy_weight
+    slope = torch.where(weight != 0, -o.entropy_coef * weight, zero)
+    return torch.where(weight != 0, slope * entropy, zero), slope
+
+
 def _mismatch(logprob: Tensor, c: TokenConstants, o: Objective) -> tuple[Tensor, Tensor, Tensor]:
     """old_logprob - engine_logprob, the importance weight that corrects for it, and where that left its bounds."""
-    one, never = torch.ones_like(logprob), torch.zeros_like(c.external)
+    one = torch.ones_like(logprob)
+    never = torch.zeros_like(c.external)
     if c.engine_logprob is None:
         return torch.zeros_like(logprob), one, never
     gap = (logprob if c.old_logprob is None else c.old_logprob) - c.engine_logprob
@@ -218,5 +230,6 @@ def _external(logprob: Tensor, c: TokenConstants, o: Objective) -> tuple[Tensor,
     g, slope = surrogate.terms(logprob, c, o)
     if not surrogate.weighted:
         return -explore * g, -explore * slope, slope
-    A, silent = c.advantage, c.advantage == 0
+    A = c.advantage
+    silent = c.advantage == 0
     return torch.where(silent, 0.0, -A * explore * g), torch.where(silent, 0.0, -A * explore * slope), g

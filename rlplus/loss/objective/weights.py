@@ -43,7 +43,8 @@ def group_advantages(
         return out.scatter_reduce(0, group[counted], values[counted], reduce)
 
     n = over_groups(torch.ones_like(R), "sum", 0.0)
-    low, high = over_groups(R, "amin", torch.inf), over_groups(R, "amax", -torch.inf)
+    low = over_groups(R, "amin", torch.inf)
+    high = over_groups(R, "amax", -torch.inf)
     equal = low == high  # decided before anything is rounded
     mean = torch.where(equal, low, over_groups(R, "sum", 0.0) / n)
     mean = torch.where(n < 2, 0.0, mean)

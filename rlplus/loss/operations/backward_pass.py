@@ -32,7 +32,9 @@ class BackwardPass(NamedTuple):
 
     def sampled(self) -> bool:
         """Whether it is sampled, see `backward_of`. ValueError for wrong options, whichever it is."""
-        way, threshold, seed = backward_of(self.backward), self.threshold, self.seed
+        way = backward_of(self.backward)
+        threshold = self.threshold
+        seed = self.seed
         if isinstance(threshold, bool) or not isinstance(threshold, int | float) or not 0 < threshold < 1:
             raise ValueError(f"want threshold in (0, 1); got {threshold!r}")
         if isinstance(seed, bool) or not isinstance(seed, int | None) or not -(2**63) <= (seed or 0) < 2**64:

@@ -17,7 +17,7 @@ from rlplus.loss.backends import chunked, divergence, drawer, implementation, ke
 from rlplus.loss.backends.backend_interface import PolicyCall, PolicyResult
 from rlplus.loss.guard.faults import advising
 from rlplus.loss.guard.precision import full_precision
-from rlplus.loss.head.gradient_sum import Gradients, Want
+from rlplus.loss.head.gradient_sum import Gradients, Needs, Want
 from rlplus.loss.head.head import Head
 from rlplus.loss.objective.divergence import check_topk
 from rlplus.loss.objective.inputs import check_apart, check_constant_values, check_differentiated_once, check_values
@@ -129,7 +129,7 @@ def _policy_loss(weight_grad: Tensor | None, needs: Sequence[bool], *arguments: 
     shards = shards_of(head, options.backend, options.scratch_bytes, on, same, constants._asdict())
     check_targets(head, len(head.weight) if shards is None else sum(shards.lengths), weighted)
     del weighted, on
-    want = Want(options.scratch_bytes, tuple(needs), weight_grad)  # type: ignore[arg-type]
+    want = Want(options.scratch_bytes, Needs(*needs), weight_grad)
     with full_precision(head.hidden.device), advising(options.backend):
         rounded, inner = in_one_dtype(head, want)
         call = PolicyCall(rounded, constants, objective, inner)
@@ -153,7 +153,7 @@ def in_one_dtype(head: Head, want: Want) -> tuple[Head, Want]:
 
     A weight of another dtype gets a sum in fp32 (fp64): in hidden's dtype its gradient would be rounded twice.
     """
-    wider = want.needs[1] and head.weight.dtype != head.hidden.dtype
+    wider = want.needs.weight and head.weight.dtype != head.hidden.dtype
     total = torch.zeros(head.weight.shape, dtype=head.dtype, device=head.weight.device) if wider else want.weight_grad
     return head.rounded(), want.into(total)
 
@@ -161,7 +161,7 @@ def in_one_dtype(head: Head, want: Want) -> tuple[Head, Want]:
 def in_own_dtypes(gradients: Gradients, head: Head, want: Want, inner: Want) -> Gradients:
     """The gradients of `inner` in the dtypes of weight and bias, to which each sum is rounded once."""
     dhidden, dweight, dbias = gradients
-    if want.needs[1] and inner.weight_grad is not None:
+    if want.needs.weight and inner.weight_grad is not None:
         dweight = inner.weight_grad.to(head.weight.dtype)
     return dhidden, dweight, dbias.to((head.weight if head.bias is None else head.bias).dtype)
 
@@ -169,9 +169,9 @@ def in_own_dtypes(gradients: Gradients, head: Head, want: Want, inner: Want) -> 
 def _empty_policy_loss(needs: Sequence[bool], *arguments: Any) -> tuple[Tensor, ...]:
     head, constants, *_ = unpack(arguments, Head, TokenConstants)
     stats = stats_of(head, constants)
-    rows = (head.hidden.new_empty(len(head.target), dtype=head.dtype) for _ in range(2))
-    loss, sums = (head.hidden.new_empty(shape, dtype=head.dtype) for shape in ((), len(stats)))
-    return loss, *rows, sums, *empty_gradients(head, needs)
+    loss = head.hidden.new_empty((), dtype=head.dtype)
+    sums = head.hidden.new_empty(len(stats), dtype=head.dtype)
+    return loss, head.new_column(), head.new_column(), sums, *empty_gradients(head, needs)
 
 
 linear_policy_loss.register_fake(_empty_policy_loss)
@@ -193,7 +193,7 @@ def linear_divergence(needs: Sequence[bool], *arguments: Any) -> tuple[Tensor, .
     """-> loss, divergence (N,), dhidden, dweight, dbias (without elements where not needed); see `attach_gradients`."""
     head, teacher, weights, beta, scratch_bytes, backend = unpack(arguments, Head, Head)
     check_weighted_rows(weights, head, teacher)
-    want = Want(scratch_bytes, tuple(needs))  # type: ignore[arg-type]
+    want = Want(scratch_bytes, Needs(*needs))
     with full_precision(head.hidden.device), advising(backend):
         rounded, inner = in_one_dtype(head, want)
         values, gradients = divergence(backend)(rounded, teacher.rounded(), weights, beta, inner)
@@ -211,7 +211,7 @@ def linear_topk_divergence(needs: Sequence[bool], *arguments: Any) -> tuple[Tens
     head, tokens, logprobs, weights, beta, scratch_bytes = unpack(arguments, Head)
     check_weighted_rows(weights, head)
     check_topk(tokens, logprobs, len(head.weight), weights != 0)
-    want = Want(scratch_bytes, tuple(needs))  # type: ignore[arg-type]
+    want = Want(scratch_bytes, Needs(*needs))
     with full_precision(head.hidden.device), advising("torch"):
         rounded, inner = in_one_dtype(head, want)
         values, gradients = chunked.topk_divergence(rounded, tokens, logprobs, weights, beta, inner)
@@ -222,8 +222,8 @@ def linear_topk_divergence(needs: Sequence[bool], *arguments: Any) -> tuple[Tens
 @linear_divergence.register_fake
 def _(needs, *arguments):  # type: ignore[no-untyped-def]
     head, *_ = unpack(arguments, Head)
-    loss, rows = (head.hidden.new_empty(shape, dtype=head.dtype) for shape in ((), len(head.target)))
-    return loss, rows, *empty_gradients(head, needs)
+    loss = head.hidden.new_empty((), dtype=head.dtype)
+    return loss, head.new_column(), *empty_gradients(head, needs)
 
 
 def weighted_sum(weights: Tensor, values: Tensor) -> Tensor:
@@ -298,7 +298,8 @@ def differentiate(
     """backward: takes the slopes, what the forward pass returned for it, its inputs, and which gradients are needed."""
     check_differentiated_once()
     saved = ctx.saved_tensors  # once: activation checkpoints make it anew at each access, and refuse the second
-    kept, tensors = saved[: -len(ctx.others)], saved[-len(ctx.others) :]
+    kept = saved[: -len(ctx.others)]
+    tensors = saved[-len(ctx.others) :]
     inputs = [other if x is None else x for x, other in zip(tensors, ctx.others, strict=True)]
     needs = list(ctx.needs_input_grad[:3])
     grads = backward(dlogprob, dentropy, *kept, *inputs, needs)

@@ -14,7 +14,7 @@ from rlplus.loss.backends import implementation, kept_tokens
 from rlplus.loss.backends.backend_interface import Slopes, Stored
 from rlplus.loss.guard.faults import advising
 from rlplus.loss.guard.precision import full_precision
-from rlplus.loss.head.gradient_sum import Gradients, Want
+from rlplus.loss.head.gradient_sum import Gradients, Needs, Want
 from rlplus.loss.head.head import Head
 from rlplus.loss.operations.library import (
     check_logprob_rows,
@@ -47,7 +47,8 @@ def linear_logprob(*arguments: Any) -> tuple[Tensor, ...]:
     shards = shards_of(head, backend, scratch_bytes, on, ("logprob",), {})
     check_targets(head, len(head.weight) if shards is None else sum(shards.lengths), on)
     del on
-    head, blocks = head.rounded(), implementation(backend)
+    head = head.rounded()
+    blocks = implementation(backend)
     stored = _new_stored(head, scratch_bytes, backend, stores)
     split = len(head.target) - len(stored[0])
     with full_precision(head.hidden.device), advising(backend):
@@ -59,8 +60,10 @@ def linear_logprob(*arguments: Any) -> tuple[Tensor, ...]:
             first = [blocks.logprob(head.rows(slice(split)), scratch_bytes)] if split or not len(head.target) else []
             last = [blocks.logprob(head.rows(slice(split, None)), scratch_bytes, stored)] if len(stored[0]) else []
             found = [*first, *last]
-    logprob, entropy = (parts[0] if len(parts) == 1 else torch.cat(parts) for parts in zip(*found, strict=True))
-    return logprob, entropy, *stored
+    if len(found) == 1:
+        return *found[0], *stored
+    logprobs, entropies = zip(*found, strict=True)
+    return torch.cat(logprobs), torch.cat(entropies), *stored
 
 
 def _new_stored(head: Head, scratch_bytes: float, backend: str, stores: bool) -> Stored:
@@ -75,8 +78,7 @@ def _new_stored(head: Head, scratch_bytes: float, backend: str, stores: bool) ->
 @linear_logprob.register_fake
 def _(*arguments):  # type: ignore[no-untyped-def]
     head, scratch_bytes, backend, stores = unpack(arguments, Head)
-    rows = (head.hidden.new_empty(len(head.target), dtype=head.dtype) for _ in range(2))
-    return *rows, *_new_stored(head, scratch_bytes, backend, stores)
+    return head.new_column(), head.new_column(), *_new_stored(head, scratch_bytes, backend, stores)
 
 
 @torch.library.custom_op(
@@ -89,10 +91,11 @@ def linear_logprob_backward(dlogprob: Tensor, dentropy: Tensor, *arguments: Any)
     """-> dhidden, dweight, dbias, without elements where not needed."""
     stored = arguments[:2]
     head, scratch_bytes, backend, needs = unpack(arguments[2:], Head)
-    slopes, everywhere = Slopes(dlogprob, dentropy), torch.ones_like(head.target, dtype=torch.bool)
+    slopes = Slopes(dlogprob, dentropy)
+    everywhere = torch.ones_like(head.target, dtype=torch.bool)
     per_token = {"dlogprob": dlogprob, "dentropy": dentropy}
     shards = shards_of(head, backend, scratch_bytes, everywhere, ("logprob, backward", needs[0]), per_token)
-    want = Want(scratch_bytes, tuple(needs))
+    want = Want(scratch_bytes, Needs(*needs))
     with full_precision(head.hidden.device), advising(backend):
         rounded, inner = in_one_dtype(head, want)
         compute = partial(_whole_vocabulary, backend, shards, stored)
@@ -112,14 +115,16 @@ def _whole_vocabulary(backend: str, shards: Any, stored: Stored, head: Head, slo
     if not len(stored[0]) or not split:
         return blocks.logprob_backward(head, slopes, want, stored if len(stored[0]) else None)
     total = want.weight_grad  # one sum over both parts
-    if want.needs[1]:
+    if want.needs.weight:
         total = head.hidden.new_zeros(head.weight.shape, dtype=head.dtype)
-    parts = [
-        blocks.logprob_backward(head.rows(rows), slopes.rows(rows), want.into(total), known)
-        for rows, known in ((slice(split), None), (slice(split, None), stored))
-    ]
-    dweight = total.to(head.hidden.dtype) if want.needs[1] and total is not None else parts[0][1]
-    return torch.cat([part[0] for part in parts]), dweight, parts[0][2] + parts[1][2]
+    first = slice(split)
+    last = slice(split, None)
+    inner = want.into(total)
+    dhidden, dweight, dbias = blocks.logprob_backward(head.rows(first), slopes.rows(first), inner)
+    last_dhidden, _, last_dbias = blocks.logprob_backward(head.rows(last), slopes.rows(last), inner, stored)
+    if want.needs.weight and total is not None:
+        dweight = total.to(head.hidden.dtype)
+    return torch.cat([dhidden, last_dhidden]), dweight, dbias + last_dbias
 
 
 @linear_logprob_backward.register_fake

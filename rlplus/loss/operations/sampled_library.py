@@ -13,7 +13,7 @@ from rlplus.loss.backends import sampled
 from rlplus.loss.backends.backend_interface import Slopes
 from rlplus.loss.guard.faults import advising
 from rlplus.loss.guard.precision import full_precision
-from rlplus.loss.head.gradient_sum import Want
+from rlplus.loss.head.gradient_sum import Needs, Want
 from rlplus.loss.head.head import Head
 from rlplus.loss.operations.library import (
     check_logprob_rows,
@@ -67,7 +67,7 @@ def sampled_logprob_backward(dlogprob: Tensor, dentropy: Tensor, *arguments: Any
     """-> dhidden, dweight, dbias, without elements where not needed."""
     elements = sampled.Elements(*arguments[:4])
     head, scratch_bytes, backend, needs = unpack(arguments[4:], Head)
-    want = Want(scratch_bytes, tuple(needs))
+    want = Want(scratch_bytes, Needs(*needs))
     with full_precision(head.hidden.device), advising(backend):
         rounded, inner = in_one_dtype(head, want)
         gradients = sampled.gradients(rounded, elements, Slopes(dlogprob, dentropy), inner)

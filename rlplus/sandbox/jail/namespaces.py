@@ -10,14 +10,27 @@ from .linux import check, libc, machine
 
 FILE_BYTES = 1 << 26  # limit of one file, and of all in /program
 _FILES = FILE_BYTES >> 12  # and folders and links in /program: empty ones have no bytes, but a kilobyte of the kernel's
-_NOBODY, _FIRST_USER = 65534, 1 << 31
+_NOBODY = 65534
+_FIRST_USER = 1 << 31
 _WANTED = 1 << 6 | 1 << 7 | 1 << 21  # CAP_SETGID, CAP_SETUID and CAP_SYS_ADMIN of linux/capability.h
-_NEW_USER, _NEW_REST = 0x10000000, 0x20000 | 0x4000000 | 0x8000000 | 0x20000000 | 0x40000000  # linux/sched.h
-_READ_ONLY, _NO_SETUID, _NO_DEVICES, _NO_EXEC, _BIND, _RECURSIVE, _PRIVATE = 1, 2, 4, 8, 4096, 16384, 1 << 18
+_NEW_USER = 0x10000000  # linux/sched.h
+_NEW_REST = 0x20000 | 0x4000000 | 0x8000000 | 0x20000000 | 0x40000000  # linux/sched.h
+_READ_ONLY = 1
+_NO_SETUID = 2
+_NO_DEVICES = 4
+_NO_EXEC = 8
+_BIND = 4096
+_RECURSIVE = 16384
+_PRIVATE = 1 << 18
 _DETACH = 2  # sys/mount.h
-_MOUNT_SETATTR, _HERE, _ALL_BELOW = 442, -100, 0x8000  # the same on both machines; AT_FDCWD, AT_RECURSIVE
+# The same on both machines.
+_MOUNT_SETATTR = 442
+_HERE = -100  # AT_FDCWD
+_ALL_BELOW = 0x8000  # AT_RECURSIVE
 _PIVOT_ROOT = (155, 41)
-_KEYCTL, _JOIN_SESSION_KEYRING = (250, 219), 1  # linux/keyctl.h
+# Of linux/keyctl.h.
+_KEYCTL = (250, 219)
+_JOIN_SESSION_KEYRING = 1
 
 
 def _mount(source: str, target: str, kind: str | None, flags: int, data: str | None = None) -> None:
@@ -58,7 +71,9 @@ def _rights() -> int:
 
 def enter() -> int | None:
     """The user to become; None in a user namespace. OSError if the machine allows neither."""
-    user, group, free = os.getuid(), os.getgid(), free_user()
+    user = os.getuid()
+    group = os.getgid()
+    free = free_user()
     if free is not None and libc.unshare(_NEW_REST) == 0:
         return free
     check(libc.unshare(_NEW_USER | _NEW_REST), "unshare")

@@ -25,7 +25,9 @@ from typing import Any
 
 OUTPUT_LIMIT = 1 << 20  # bytes of one run
 READY = "ready"
-_LOOK_S, _INPUT, _LONGEST_REASON = 0.01, ".input", 500
+_LOOK_S = 0.01
+_INPUT = ".input"
+_LONGEST_REASON = 500
 
 
 def _run(job: dict[str, Any], given: str, end: int) -> None:
@@ -106,7 +108,8 @@ class _Remote:
     """Proxy of an object in the code's process."""
 
     def __init__(self, number: int, ask: Callable[..., Any]) -> None:
-        self._number, self._ask = number, ask
+        self._number = number
+        self._ask = ask
 
     def __getattr__(self, name: str) -> Any:
         return self._ask("attribute", self, name)
@@ -117,7 +120,8 @@ class _Remote:
 
 def _test(scope: dict[str, Any], tests: str, link: int) -> None:
     """Run the tests, with proxies of what they use and `scope` does not have."""
-    requests, replies = os.fdopen(link, "w"), os.fdopen(os.dup(link))
+    requests = os.fdopen(link, "w")
+    replies = os.fdopen(os.dup(link))
     sys.set_int_max_str_digits(0)
 
     def number(value: Any) -> int:

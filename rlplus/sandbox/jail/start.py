@@ -14,9 +14,14 @@ from .namespaces import FILE_BYTES, enter, give_up_rights, leave_keyring, make_r
 from .programs import drive
 from .syscalls import install_filter
 
-_FILES, _SIGNALS = 64, 256
+_FILES = 64
+_SIGNALS = 256
 _PAUSE_S = 0.001
-_PDEATHSIG, _DUMPABLE, _NO_NEW_PRIVS, _SUBREAPER = 1, 4, 38, 36  # linux/prctl.h
+# Of linux/prctl.h.
+_PDEATHSIG = 1
+_DUMPABLE = 4
+_NO_NEW_PRIVS = 38
+_SUBREAPER = 36
 
 
 def _prctl(option: int, value: int) -> None:
@@ -39,7 +44,8 @@ def _limit(settings: dict[str, Any]) -> None:
         _, ceiling = resource.getrlimit(name)
         room = 1 if name == resource.RLIMIT_CPU else 0  # equal limits would send SIGKILL, not SIGXCPU
         most = sys.maxsize if ceiling == resource.RLIM_INFINITY else ceiling
-        soft, hard = min(value, most), min(value + room, most)
+        soft = min(value, most)
+        hard = min(value + room, most)
         resource.setrlimit(name, (soft, hard))
 
 

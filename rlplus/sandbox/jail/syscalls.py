@@ -107,14 +107,34 @@ REFUSED: tuple[dict[str, int], ...] = tuple(
 NEWEST = 467  # the last call that was looked at; Linux 6.15
 # Calls whose arguments decide. clone3 has its flags in memory, which no filter reads: without it the C library takes
 # clone. Of sockets only these families belong to a network namespace, or are needed to ask for addresses.
-_CLONE, _CLONE3, _MMAP, _SOCKETS = (56, 220), 435, (9, 222), ((41, 53), (198, 199))
-_NEW_NAMESPACES, _SHARED_ANONYMOUS, _FAMILIES = 0x7E020000, 0x21, (1, 2, 10, 16)  # unix, inet, inet6, netlink
-_ARCHITECTURES, _X32 = (0xC000003E, 0xC00000B7), 0x40000000  # linux/audit.h; first number of another ABI of x86-64
-ALLOW, KILL, _ERROR = 0x7FFF0000, 0x80000000, 0x50000  # linux/seccomp.h
-REFUSE, MISSING = _ERROR | errno.EPERM, _ERROR | errno.ENOSYS
-_SET_SECCOMP, _FILTER = 22, 2
-_LOAD, _AND, _EQUAL, _AT_LEAST, _ANY_OF, _RETURN = 0x20, 0x54, 0x15, 0x35, 0x45, 0x06  # linux/bpf_common.h
-_NUMBER, _ARCHITECTURE, _ARGUMENTS = 0, 4, 16  # offsets in struct seccomp_data
+_CLONE = (56, 220)
+_CLONE3 = 435
+_MMAP = (9, 222)
+_SOCKETS = ((41, 53), (198, 199))
+_NEW_NAMESPACES = 0x7E020000
+_SHARED_ANONYMOUS = 0x21
+_FAMILIES = (1, 2, 10, 16)  # unix, inet, inet6, netlink
+_ARCHITECTURES = (0xC000003E, 0xC00000B7)  # linux/audit.h
+_X32 = 0x40000000  # first number of another ABI of x86-64
+# Of linux/seccomp.h.
+ALLOW = 0x7FFF0000
+KILL = 0x80000000
+_ERROR = 0x50000
+REFUSE = _ERROR | errno.EPERM
+MISSING = _ERROR | errno.ENOSYS
+_SET_SECCOMP = 22
+_FILTER = 2
+# Of linux/bpf_common.h.
+_LOAD = 0x20
+_AND = 0x54
+_EQUAL = 0x15
+_AT_LEAST = 0x35
+_ANY_OF = 0x45
+_RETURN = 0x06
+# Offsets in struct seccomp_data.
+_NUMBER = 0
+_ARCHITECTURE = 4
+_ARGUMENTS = 16
 
 Line = tuple[int, int, int, int]  # struct sock_filter: code, steps if true, steps if false, value
 

@@ -80,7 +80,8 @@ def _complain(message: str) -> None:
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser, argv = _parser(), sys.argv[1:] if argv is None else argv
+    parser = _parser()
+    argv = sys.argv[1:] if argv is None else argv
     for (command, option), other in MOVED.items():
         if command in argv[:1] and option in [text.partition("=")[0] for text in argv]:
             parser.error(f"{command} has no {option}: see {other}")
@@ -113,7 +114,8 @@ def _parser() -> argparse.ArgumentParser:
     # The `deepspeed` launcher puts it in front of the command, and sets LOCAL_RANK, which is what counts, too.
     parser.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
-    first, further = (init, convert, write_problems, train), (upload, env)
+    first = (init, convert, write_problems, train)
+    further = (upload, env)
     for command in (*first, watch, evaluate, plan, verify, report, samples, compare, *further):
         command.add(commands)
     completion.add(commands, parser)

@@ -70,7 +70,8 @@ def terminal() -> "Terminal":
 @contextmanager
 def saying_phases(title: str) -> Iterator[None]:
     """Say every few seconds what this process does and how much of it is done, behind the title, from a thread."""
-    console, over = terminal(), threading.Event()
+    console = terminal()
+    over = threading.Event()
 
     def say() -> None:
         while not over.wait(EVERY_S):

@@ -43,7 +43,8 @@ def run(args: argparse.Namespace) -> None:
     ):
         if value is not None and value < least:
             raise ValueError(f"want {name} at least {least}; got {value}")
-    presets, settings = _names("--presets", args.presets), _names("--settings", args.settings)
+    presets = _names("--presets", args.presets)
+    settings = _names("--settings", args.settings)
     quiet_imports(ranks=True)  # its children may be
     from rlplus.tools.compare import compare_past_runs, run_comparison, split_name
 

@@ -59,5 +59,6 @@ def _complete(action: argparse.Action) -> None:
     elif action.nargs == "?":  # an option whose value follows an equals sign
         action.nargs = 0
     elif action.nargs != 0 and not action.choices:
-        keys, files = dict.fromkeys(KEYS, "_rlplus_keys"), {"zsh": "_files"}
+        keys = dict.fromkeys(KEYS, "_rlplus_keys")
+        files = {"zsh": "_files"}
         vars(action)["complete"] = keys if action.dest == "overrides" else files

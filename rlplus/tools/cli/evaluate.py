@@ -41,7 +41,8 @@ def run(args: argparse.Namespace) -> None:
     """Evaluate, print the table and write the results."""
     from rlplus.train.config import check_data_files, check_evaluation_files, check_output_folder
 
-    (path, overrides), model = evaluated(args), args.model or _model(args)
+    path, overrides = evaluated(args)
+    model = args.model or _model(args)
     config = _load(args, path, overrides)
     output = Path(args.output or config.output_dir)
     if output.suffix == ".json":
@@ -72,14 +73,17 @@ def _evaluate(config: "Config", model: str | None, output: Path, overwrite: bool
     from rlplus.train.trainer.ranks import initialize_distributed
     from rlplus.train.trainer.stop import ended_by_signals
 
-    main, say = rank_variables.rank() == 0, Terminal(stderr=True).print
-    done, problems = 0, 0  # counts of this process
+    main = rank_variables.rank() == 0
+    say = Terminal(stderr=True).print
+    done = 0  # counts of this process
+    problems = 0
     results: dict[str, Evaluation] = {}
     files: list[Path] = []
 
     def advance(number: int, total: int) -> None:
         nonlocal done, problems
-        done, problems = number, total
+        done = number
+        problems = total
         progress(done, problems)
 
     def left() -> str:
@@ -113,13 +117,15 @@ def _lengths_that_fit(config: "Config", overrides: list[str]) -> list[str]:
     """Overrides of the default lengths for a model with fewer positions; none of lengths that were given."""
     from rlplus.train.learner.pretrained import positions, read_model_config, with_overrides
 
-    model, data = config.model, config.evaluation.data
+    model = config.model
+    data = config.evaluation.data
     if model.path is None or data is None:
         return []
     places = positions(with_overrides(read_model_config(model.path, model.trust_remote_code), model.overrides))
     if places is None or config.max_evaluation_length <= places:
         return []
-    response, prompt = "rollout.max_response_length", "evaluation.data.max_prompt_length"
+    response = "rollout.max_response_length"
+    prompt = "evaluation.data.max_prompt_length"
     given = {override.partition("=")[0].strip() for override in overrides}
     before = {response: config.rollout.max_response_length, prompt: data.max_prompt_length}
     lengths = dict(before)

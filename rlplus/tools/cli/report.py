@@ -62,7 +62,9 @@ def _write_page(labels: Mapping[str, Path], output: Path) -> None:
     from rlplus.train.evaluation import Evaluation, load_results
 
     results: dict[str, dict[str, Evaluation]] = {}
-    runs, samples, warnings = {}, {}, list[str]()
+    runs = {}
+    samples = {}
+    warnings = list[str]()
     for label, folder in labels.items():
         damaged: list[str] = []
         for name, result in load_results(folder, damaged).items():

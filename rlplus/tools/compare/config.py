@@ -116,7 +116,8 @@ class Search(Section):
 
     def next_rate(self, scores: Mapping[float, float]) -> float | None:
         """The rate to try after these, which have scores: beyond the best one; None if the search ends."""
-        rates, chosen = sorted(scores), best_rate(scores)
+        rates = sorted(scores)
+        chosen = best_rate(scores)
         if len(rates) - len(self.rates) == self.further or chosen not in (rates[0], rates[-1]):
             return None
         neighbour = rates[1] if chosen == rates[0] else rates[-2]

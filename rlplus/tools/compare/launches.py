@@ -72,8 +72,12 @@ class Runner:
         launcher: Sequence[str] = (sys.executable, "-m"),
         say: Say = print,
     ) -> None:
-        self.comparison, self.config, self.folder, self.given = comparison, config, folder, list(overrides)
-        self.jobs, self.say = jobs, say
+        self.comparison = comparison
+        self.config = config
+        self.folder = folder
+        self.given = list(overrides)
+        self.jobs = jobs
+        self.say = say
         self.launcher = [*launcher]
         self._children: set[subprocess.Popen[bytes]] = set()
         self._stopped = False
@@ -257,7 +261,8 @@ class Runner:
         """
         if self._is_finished(run):
             return False
-        folder, asked = self.path(run), self._asked(run)
+        folder = self.path(run)
+        asked = self._asked(run)
         if folder.exists() and ((was := read_asked(folder)) is None or trained_part(was) != trained_part(asked)):
             self.say(f"{run.title}: made again, since its configuration has changed")
             shutil.rmtree(folder)

@@ -301,7 +301,8 @@ def _search_tables(results: Results) -> list[Table]:
 
 def _span(counts: Sequence[int]) -> str:
     """The least and the greatest."""
-    low, high = min(counts), max(counts)
+    low = min(counts)
+    high = max(counts)
     return f"{low:,}" if low == high else f"{low:,}–{high:,}"
 
 

@@ -58,7 +58,8 @@ def results_of(arguments: Sequence[str], reference: str | None, provenance: Mapp
     are is in the provenance, and so is what the methods differ in. ValueError for runs that cannot be compared.
     """
     past = [_read(text) for text in arguments]
-    bases, runs = ([one for one in past if bool(one.settings) is trained] for trained in (False, True))
+    bases = [one for one in past if not one.settings]
+    runs = [one for one in past if one.settings]
     if not runs:
         raise ValueError(f"want runs that were trained; {past[0].folder} has only results of an evaluation")
     if len(bases) > 1:
@@ -96,7 +97,8 @@ def _read(text: str) -> PastRun:
         raise ValueError(f"want runs that were evaluated; {folder} has no evaluation-BENCHMARK.json: run `rlplus eval`")
     if not is_run(folder):
         return PastRun(folder, name, results, {})
-    place, text = folder / "config.yaml", load_run(folder).config
+    place = folder / "config.yaml"
+    text = load_run(folder).config
     try:
         config = recorded_config(parse_yaml(text, place))
     except ValueError as error:

@@ -32,7 +32,8 @@ class PlannedRuns:
     @property
     def hours(self) -> float | None:
         """All runs one after the other, without evaluations."""
-        steps, tried = self.plan.steps, self.tried_steps if self.tries else 0
+        steps = self.plan.steps
+        tried = self.tried_steps if self.tries else 0
         if not self.plan.seconds or steps is None or tried is None:
             return None
         return (self.runs * steps + self.tries * tried) * self.plan.seconds["total"] / 3600

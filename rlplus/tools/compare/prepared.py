@@ -16,7 +16,10 @@ from rlplus.common.lazy import import_function
 from rlplus.common.textfiles import read_text
 from rlplus.train.config import problem_lines
 
-MODEL, TRAIN, VALIDATION, TEST = "model", "train.jsonl", "validation.jsonl", "test.jsonl"
+MODEL = "model"
+TRAIN = "train.jsonl"
+VALIDATION = "validation.jsonl"
+TEST = "test.jsonl"
 NOTE = "prepared.json"  # marks a finished folder and says how it was made
 
 

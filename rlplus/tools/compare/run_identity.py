@@ -22,7 +22,8 @@ def read_asked(folder: Path) -> dict[str, Any] | None:
     if not path.is_file():
         return None
     try:
-        sealed, asked = is_sealed(path.read_bytes(), path), json.loads(read_text(path))
+        sealed = is_sealed(path.read_bytes(), path)
+        asked = json.loads(read_text(path))
         if "checksum" in asked and not sealed:
             raise ValueError("its checksum cannot be read")
         return _validated({key: value for key, value in asked.items() if key != "checksum"})

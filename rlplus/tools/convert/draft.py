@@ -31,7 +31,8 @@ class Script:
             for key, inner in value.items():
                 self.put(f"{name}.{key}", inner, line)
             return
-        self.settings[name], self.places[name] = value, line
+        self.settings[name] = value
+        self.places[name] = line
         self.unread.pop(name, None)
 
     def doubt(self, name: str, line: int) -> None:

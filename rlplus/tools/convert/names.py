@@ -125,9 +125,11 @@ class Names:
 
     def _is_read(self, node: ast.expr) -> bool:
         """Whether a use of a container cannot change it."""
-        start, parent = node, self.parents[node]
+        start = node
+        parent = self.parents[node]
         while isinstance(parent, ast.Subscript) and parent.value is node and isinstance(parent.ctx, ast.Load):
-            node, parent = parent, self.parents[parent]
+            node = parent
+            parent = self.parents[parent]
         if isinstance(parent, ast.BinOp | ast.UnaryOp | ast.FormattedValue | ast.Compare):
             return node is not start
         if any(self.is_read_by(node, name) for name in (*READ, *SHOWING)):
@@ -135,7 +137,8 @@ class Names:
         if not isinstance(parent, ast.Dict) and not self.is_read_by(node, "dict"):
             return False
         while isinstance(parent, ast.Dict | ast.keyword) or self.calls(parent, "dict"):  # which share what is inside
-            node, parent = parent, self.parents[parent]  # type: ignore[assignment]
+            node = parent  # type: ignore[assignment]
+            parent = self.parents[parent]
         if any(self.is_read_by(node, name) or self.calls(parent, name) for name in READ):
             return True
         try:
@@ -146,14 +149,16 @@ class Names:
     def reads_data(self, name: str) -> bool:
         """Whether no use of a name of data changes them in place: methods whose results are used make new data."""
         for node in self._loads[name]:
-            last, parent = node, self.parents[node]
+            last = node
+            parent = self.parents[node]
             while isinstance(parent, ast.Attribute | ast.Subscript | ast.Call) and last in (
                 getattr(parent, "value", None),
                 getattr(parent, "func", None),
             ):
                 if not isinstance(ctx_of(parent), ast.Load):
                     return False
-                last, parent = parent, self.parents[parent]
+                last = parent
+                parent = self.parents[parent]
             used = not isinstance(parent, ast.Expr) if last is not node else False
             if not used and not any(self.is_read_by(node, reader) for reader in (*READ, *SHOWING)):
                 return False
@@ -261,7 +266,8 @@ class Names:
         if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
             return -number(self._value(node.operand, depth))
         if isinstance(node, ast.BinOp):
-            left, right = (self._value(side, depth) for side in (node.left, node.right))
+            left = self._value(node.left, depth)
+            right = self._value(node.right, depth)
             texts = isinstance(node.op, ast.Add) and isinstance(left, str) and isinstance(right, str)
             return left + right if texts else calculate(node.op, left, right)
         if isinstance(node, ast.JoinedStr):

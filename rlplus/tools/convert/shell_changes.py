@@ -79,7 +79,8 @@ def _parenthesized(text: str) -> list[str]:
     regions = []
     at = 0
     while (start := text.find("((", at)) >= 0:
-        depth, at = 2, start + 2
+        depth = 2
+        at = start + 2
         while depth and at < len(text):
             depth += (text[at] == "(") - (text[at] == ")")
             at += 1

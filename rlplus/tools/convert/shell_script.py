@@ -279,7 +279,8 @@ class _Variables:
             return -self._integer(node.operand)
         if not isinstance(node, ast.BinOp) or isinstance(node.op, ast.FloorDiv):
             raise Unknown
-        left, right = self._integer(node.left), self._integer(node.right)
+        left = self._integer(node.left)
+        right = self._integer(node.right)
         if not isinstance(node.op, ast.Div | ast.Mod):
             result = calculate(node.op, left, right)
             if not isinstance(result, int):  # a shell has no powers below 1

@@ -53,7 +53,10 @@ class Scanner:
     """Reads a text from its start. ValueError for a quote or an expansion that is not closed."""
 
     def __init__(self, text: str, path: str = "", first: int = 1) -> None:
-        self._text, self._path, self._first, self._at = text, path, first, 0
+        self._text = text
+        self._path = path
+        self._first = first
+        self._at = 0
         self._ends = [found.start() for found in re.finditer("\n", text)]
         self._heredocs: list[tuple[str, bool]] = []
 
@@ -125,7 +128,8 @@ class Scanner:
         return ""
 
     def _arithmetic(self) -> Word:
-        line, start = self._line(), self._at
+        line = self._line()
+        start = self._at
         self._at += 1
         self._balanced("(", ")")
         self._at = max(self._at, start + 2)
@@ -144,7 +148,8 @@ class Scanner:
         self._heredocs = []
 
     def _word(self) -> Word:
-        line, start = self._line(), self._at
+        line = self._line()
+        start = self._at
         parts: list[Part] = []
         while self._at < len(self._text):
             raw = self._text[start : self._at]
@@ -196,7 +201,8 @@ class Scanner:
         return [Part(self._take(LITERAL if quoted else PLAIN), quoted=quoted)]
 
     def _until(self, quote: str) -> str:
-        line, start = self._line(), self._at + 1
+        line = self._line()
+        start = self._at + 1
         end = self._text.find(quote, start)
         if end < 0:
             raise ValueError(f"{self._path}, line {line}: want a {quote} that closes the quote; got none")
@@ -239,7 +245,9 @@ class Scanner:
 
     def _balanced(self, opening: str, closing: str) -> str:
         """The text between a pair, at whose start the scanner is; quotes and escapes hide what they contain."""
-        line, start, depth = self._line(), self._at + 1, 0
+        line = self._line()
+        start = self._at + 1
+        depth = 0
         while self._at < len(self._text):
             char = self._text[self._at]
             self._at += 1

@@ -96,7 +96,8 @@ def _model(draft: Draft) -> None:
     if draft.get("use_liger_kernel"):
         draft.set("model.liger", True, "use_liger_kernel")
     if draft.given("LoraConfig"):
-        rank, alpha = "LoraConfig.r", "LoraConfig.lora_alpha"
+        rank = "LoraConfig.r"
+        alpha = "LoraConfig.lora_alpha"
         draft.set("model.lora.rank", draft.count(rank), "LoraConfig", rank, *draft.unread("GRPOTrainer.peft_config"))
         draft.set("model.lora.alpha", draft.number(alpha), alpha)
         modules = draft.take("model.lora.target_modules", "LoraConfig.target_modules")
@@ -128,7 +129,8 @@ def _data_and_reward(draft: Draft) -> None:
 
 
 def _rewards(draft: Draft) -> None:
-    source, weights = "GRPOTrainer.reward_funcs", draft.get("reward_weights")
+    source = "GRPOTrainer.reward_funcs"
+    weights = draft.get("reward_weights")
     if weights is not None and not (isinstance(weights, list) and all(isinstance(w, int | float) for w in weights)):
         raise ValueError(f"want TRL's reward_weights a list of numbers; got {weights!r}")
     functions = [name.removeprefix("trl.") if name not in GRADERS else name for name in draft.get(source) or []]
@@ -160,7 +162,8 @@ def _rollout(draft: Draft) -> None:
     if not vllm:
         return
     if draft.get("vllm_mode") == "server":
-        host, port = draft.get("vllm_server_host"), draft.get("vllm_server_port")
+        host = draft.get("vllm_server_host")
+        port = draft.get("vllm_server_port")
         url = draft.get("vllm_server_base_url") or f"http://{'localhost' if host == '0.0.0.0' else host}:{port}"
         draft.set("rollout.mode", "server", "vllm_mode", note="a server of vllm serve, as docs/rollouts.md starts it")
         draft.set("rollout.server_url", url, "vllm_server_base_url", "vllm_server_host", "vllm_server_port")
@@ -225,7 +228,8 @@ def _mismatch(draft: Draft) -> None:
     """The weight for the difference between vLLM's logprobs and the trainer's."""
     on = draft.get("vllm_importance_sampling_correction")
     level, _, mode = str(draft.get("vllm_importance_sampling_mode")).partition("_")
-    cap, low = (draft.get(f"vllm_importance_sampling_clip_{end}") for end in ("max", "min"))
+    cap = draft.get("vllm_importance_sampling_clip_max")
+    low = draft.get("vllm_importance_sampling_clip_min")
     cap = draft.get("vllm_importance_sampling_cap") or cap
     if not (draft.get("use_vllm") and on):
         if draft.get("use_vllm"):
@@ -284,13 +288,15 @@ def _optimizer(draft: Draft) -> None:
     check_name("TRL's lr_scheduler_type", schedule, SCHEDULES)
     draft.set("train.lr_schedule", SCHEDULES[schedule], "lr_scheduler_type")
     draft.table("lr_scheduler_kwargs")
-    share, least = "lr_scheduler_kwargs.min_lr_rate", "lr_scheduler_kwargs.min_lr"
+    share = "lr_scheduler_kwargs.min_lr_rate"
+    least = "lr_scheduler_kwargs.min_lr"
     if draft.has(share):
         draft.take("train.lr_min_ratio", share)
     elif draft.has(least):
         ratio = draft.number(least) / draft.number("learning_rate", above=0)
         draft.set("train.lr_min_ratio", ratio, least, "learning_rate")
-    warmup, share = draft.number("warmup_steps"), draft.get("warmup_ratio")
+    warmup = draft.number("warmup_steps")
+    share = draft.get("warmup_ratio")
     if share or 0 < warmup < 1:
         draft.set("train.warmup_ratio", share or warmup, "warmup_ratio" if share else "warmup_steps")
     elif warmup:

@@ -6,7 +6,9 @@ from rlplus.common.errors import check_name
 from rlplus.tools.convert.draft import Draft, Script
 from rlplus.train.config.synonyms import WITHOUT
 
-A, R, M = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout.", "actor_rollout_ref.model."
+A = "actor_rollout_ref.actor."
+R = "actor_rollout_ref.rollout."
+M = "actor_rollout_ref.model."
 DEFAULTS: dict[str, Any] = {
     f"{A}optim.lr": 1e-6, f"{A}optim.lr_warmup_steps": -1, f"{A}optim.lr_warmup_steps_ratio": 0.0,
     f"{A}optim.lr_scheduler_type": "constant", f"{A}optim.min_lr_ratio": 0.0, f"{A}optim.weight_decay": 0.01,
@@ -131,7 +133,8 @@ def _rollout(draft: Draft) -> None:
 
 
 def _algorithm(draft: Draft) -> None:
-    estimator, mode = str(draft.get("algorithm.adv_estimator")), str(draft.get(f"{A}policy_loss.loss_mode"))
+    estimator = str(draft.get("algorithm.adv_estimator"))
+    mode = str(draft.get(f"{A}policy_loss.loss_mode"))
     check_name("verl's algorithm.adv_estimator", estimator, ADVANTAGES)
     check_name("verl's policy_loss.loss_mode", mode, MODES)
     critic = estimator == "gae"
@@ -171,7 +174,8 @@ def _critic(draft: Draft, mode: str) -> None:
 
 
 def _clipping(draft: Draft, mode: str) -> None:
-    low, high = (draft.number(f"{A}clip_ratio_{end}") for end in ("low", "high"))
+    low = draft.number(f"{A}clip_ratio_low")
+    high = draft.number(f"{A}clip_ratio_high")
     if draft.given(f"{A}clip_ratio"):
         draft.lose(f"{A}clip_ratio", "verl itself takes clip_ratio_low and clip_ratio_high, which have defaults")
     if mode == "sapo":
@@ -189,14 +193,16 @@ def _clipping(draft: Draft, mode: str) -> None:
 
 
 def _divergence(draft: Draft) -> None:
-    coefficient, kind = draft.number(f"{A}kl_loss_coef"), str(draft.get(f"{A}kl_loss_type"))
+    coefficient = draft.number(f"{A}kl_loss_coef")
+    kind = str(draft.get(f"{A}kl_loss_type"))
     if draft.get(f"{A}use_kl_loss"):
         check_name("verl's kl_loss_type (the gradient of kl is 0 in expectation)", kind, ESTIMATORS)
         draft.set("algorithm.objective.kl_coef", float(coefficient), f"{A}use_kl_loss", f"{A}kl_loss_coef")
         draft.set("algorithm.objective.kl_estimator", ESTIMATORS[kind], f"{A}kl_loss_type")
     else:
         draft.set("algorithm.objective.kl_coef", 0.0, f"{A}use_kl_loss")
-    coefficient, kind = draft.number("algorithm.kl_ctrl.kl_coef"), draft.get("algorithm.kl_penalty")
+    coefficient = draft.number("algorithm.kl_ctrl.kl_coef")
+    kind = draft.get("algorithm.kl_penalty")
     if draft.get("algorithm.use_kl_in_reward"):
         names = ("algorithm.use_kl_in_reward", "algorithm.kl_ctrl.kl_coef")
         draft.set("algorithm.reward_kl_coef", float(coefficient), *names, "algorithm.kl_penalty")
@@ -208,7 +214,8 @@ def _divergence(draft: Draft) -> None:
 
 def _mismatch(draft: Draft) -> None:
     part = "algorithm.rollout_correction."
-    level, cap = draft.get(f"{part}rollout_is"), draft.number(f"{part}rollout_is_threshold")
+    level = draft.get(f"{part}rollout_is")
+    cap = draft.number(f"{part}rollout_is_threshold")
     if level in ("token", "sequence"):
         draft.set("algorithm.mismatch_level", level, f"{part}rollout_is")
         draft.set("algorithm.objective.mismatch_cap", float(cap), f"{part}rollout_is_threshold")
@@ -225,7 +232,8 @@ def _filters(draft: Draft) -> None:
         if draft.given("data.gen_batch_size"):
             draft.lose("data.gen_batch_size", "a draw has as many prompts as a step")
     for part in ("reward_model.overlong_buffer.", "reward.reward_kwargs.overlong_buffer_cfg."):
-        on, factor = (draft.get(f"{part}{name}") for name in ("enable", "penalty_factor"))
+        on = draft.get(f"{part}enable")
+        factor = draft.get(f"{part}penalty_factor")
         if not on:
             continue
         share = draft.count(f"{part}len") / draft.count("data.max_response_length")
@@ -246,14 +254,16 @@ def _train(draft: Draft) -> None:
     draft.set("train.prompts_per_step", draft.count("data.train_batch_size"), "data.train_batch_size")
     if draft.count(f"{A}ppo_mini_batch_size") < draft.count("data.train_batch_size"):
         draft.take("train.prompts_per_update", f"{A}ppo_mini_batch_size")
-    ulysses, parallel = f"{A}ulysses_sequence_parallel_size", 1
+    ulysses = f"{A}ulysses_sequence_parallel_size"
+    parallel = 1
     if draft.get("algorithm.adv_estimator") == "gae" or draft.get("algorithm.use_kl_in_reward"):
         if draft.count(ulysses) > 1:
             draft.lose(ulysses, "train.sequence_parallel goes with neither a critic nor algorithm.reward_kl_coef")
     elif (parallel := draft.count(ulysses)) > 1:
         draft.take("train.sequence_parallel", ulysses)
     longest = draft.count("data.max_prompt_length") + draft.count("data.max_response_length")
-    tokens, rows = (draft.count(f"{A}{name}") for name in ("ppo_max_token_len_per_gpu", "ppo_micro_batch_size_per_gpu"))
+    tokens = draft.count(f"{A}ppo_max_token_len_per_gpu")
+    rows = draft.count(f"{A}ppo_micro_batch_size_per_gpu")
     if draft.get(f"{A}use_dynamic_bsz"):
         draft.set("train.tokens_per_micro_batch", tokens, f"{A}use_dynamic_bsz", f"{A}ppo_max_token_len_per_gpu")
     else:
@@ -267,7 +277,8 @@ def _train(draft: Draft) -> None:
     draft.set("train.lr_schedule", schedule, name)
     if schedule == "cosine":
         draft.set("train.lr_min_ratio", draft.number(f"{optim}min_lr_ratio"), f"{optim}min_lr_ratio")
-    warmup, share = draft.count(f"{optim}lr_warmup_steps", -1), draft.get(f"{optim}lr_warmup_steps_ratio")
+    warmup = draft.count(f"{optim}lr_warmup_steps", -1)
+    share = draft.get(f"{optim}lr_warmup_steps_ratio")
     if warmup > 0:
         draft.take("train.warmup_steps", f"{optim}lr_warmup_steps")
     elif share:
@@ -285,7 +296,8 @@ def _train(draft: Draft) -> None:
 
 
 def _evaluation(draft: Draft) -> None:
-    every, samples = draft.count("trainer.test_freq", -1), draft.get(f"{R}val_kwargs.n")
+    every = draft.count("trainer.test_freq", -1)
+    samples = draft.get(f"{R}val_kwargs.n")
     greedy = not draft.get(f"{R}val_kwargs.do_sample") or draft.get(f"{R}val_kwargs.temperature") == 0
     if draft.given("data.val_files"):
         draft.take("evaluation.data.path", "data.val_files")

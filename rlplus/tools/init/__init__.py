@@ -144,8 +144,10 @@ def _base(model: dict[str, Any], columns: Columns, cluster: Cluster) -> dict[str
 
 
 def _reasons(found: Found, columns: Columns, given: dict[str, Any]) -> list[str]:
-    config, plan = found.config, found.plan
-    train, steps = config.train, config.train.steps_of(columns.prompts)
+    config = found.config
+    plan = found.plan
+    train = config.train
+    steps = config.train.steps_of(columns.prompts)
     lines = [
         columns.summary(config),
         *columns.bare,
@@ -153,7 +155,8 @@ def _reasons(found: Found, columns: Columns, given: dict[str, Any]) -> list[str]
         f"{found.tuning}; ZeRO {train.zero_stage}, micro-batches of {train.tokens_per_micro_batch:,} tokens, "
         f"responses of up to {config.rollout.max_response_length:,} tokens; {steps:,} steps",
     ]
-    shared, without = config.rollout.share_weights, chosen_engine(given.get("rollout", {}), plan.cluster) != "vllm"
+    shared = config.rollout.share_weights
+    without = chosen_engine(given.get("rollout", {}), plan.cluster) != "vllm"
     if found.refused:
         beside = " beside vLLM's copy of the weights" * (shared and not without)
         lines.append(f"not chosen, since they do not fit{beside}: {', '.join(found.refused)}")

@@ -173,7 +173,8 @@ def _named(path: str, rows: list[dict[str, Any]], fixed: dict[str, Any]) -> dict
 
 def _bare(rows: list[dict[str, Any]], values: dict[str, Any], demonstrations: Sequence[str]) -> tuple[str, ...]:
     """The problems of those columns that are only the answer."""
-    answer, pattern = values["answer"], values.get("answer_pattern")
+    answer = values["answer"]
+    pattern = values.get("answer_pattern")
     found = (bare_answers(rows, name, answer, pattern) for name in demonstrations)
     return tuple(filter(None, found))
 
@@ -198,7 +199,8 @@ def _value(row: dict[str, Any], column: str) -> Any:
 
 def _answer(row: dict[str, Any], values: dict[str, Any]) -> str:
     """The row's answer; empty where it has none, or where the pattern finds none."""
-    value, pattern = _value(row, values["answer"]), values.get("answer_pattern")
+    value = _value(row, values["answer"])
+    pattern = values.get("answer_pattern")
     text = "" if value is None else str(value)
     found = re.search(pattern, text) if pattern else None
     return (found[1] if found else "" if pattern else text).strip()

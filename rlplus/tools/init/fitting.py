@@ -25,7 +25,9 @@ SHARED = COPY | {"share_weights": True}
 WHOLE: dict[str, Any] = {"train": {"lr": 1e-6}}
 ADAPTERS: dict[str, Any] = {"model": {"lora": {"rank": 16, "alpha": 32.0}}, "train": {"lr": 1e-5}}
 IN_HOST = merged(ADAPTERS, {"train": {"zero_stage": 3, "offload_params": "cpu"}})
-FULL, LORA, OFFLOADED = (merged(trained, {"rollout": VLLM}) for trained in (WHOLE, ADAPTERS, IN_HOST))
+FULL = merged(WHOLE, {"rollout": VLLM})
+LORA = merged(ADAPTERS, {"rollout": VLLM})
+OFFLOADED = merged(IN_HOST, {"rollout": VLLM})
 QLORA = merged(ADAPTERS, {"model": {"lora": {"quantization": "nf4"}}, "rollout": SHARED})
 SIZES = (24, 32, 40, 48, 80, 140, 192)  # GiB of single GPUs that a refusal may name
 SEQUENCES = 4  # that the engine's cache holds at least, if any share of the GPU gives so many
@@ -64,7 +66,8 @@ def tunings_for(rollout: dict[str, Any], cluster: Cluster) -> list[dict[str, Any
 
     Last comes what moves them over the bus in each step. rollout: keys of the section that are given.
     """
-    mode, engines = rollout.get("mode", "colocated"), [SHARED, COPY]
+    mode = rollout.get("mode", "colocated")
+    engines = [SHARED, COPY]
     if mode == "server":
         engines = [{}]
     elif chosen_engine(rollout, cluster) == "vllm":
@@ -109,7 +112,8 @@ def find_fitting(
 
 
 def _tuning(values: dict[str, Any]) -> str:
-    lora, offloaded = values["model"].get("lora"), values["train"].get("offload_params", "none") != "none"
+    lora = values["model"].get("lora")
+    offloaded = values["train"].get("offload_params", "none") != "none"
     name = "all weights are trained" if not lora else "LoRA" if not lora.get("quantization") else "QLoRA"
     return f"{name}{', the engine without a copy' * _shares(values)}{', offloaded' * offloaded}"
 
@@ -180,7 +184,8 @@ def _with_share(values: dict[str, Any], fixed: dict[str, Any], model: Model, clu
 
     The engine has it while the policy rests, so a larger one costs nothing.
     """
-    trainer, has_engine = training_part(_config(values), cluster), _has_engine(values)
+    trainer = training_part(_config(values), cluster)
+    has_engine = _has_engine(values)
     shares: list[dict[str, Any]] = [{"gpu_memory_utilization": share} for share in SHARES]
     if not has_engine:
         shares = [{}]

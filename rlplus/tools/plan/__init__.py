@@ -99,7 +99,8 @@ class Plan:
         moment = max(MOMENTS, key=self.memory.total)
         parts = sorted(self.memory.parts[moment].items(), key=lambda part: -part[1])
         shown = ", ".join(f"{name} {show_bytes(size)}" for name, size in parts)
-        total, capacity = show_bytes(self.memory.total(moment)), show_bytes(self.memory.capacity)
+        total = show_bytes(self.memory.total(moment))
+        capacity = show_bytes(self.memory.capacity)
         return f"memory planned for {self.cluster.name}: {total} of {capacity} ({moment}: {shown})"
 
 
@@ -172,7 +173,8 @@ def _architecture(path: str, trust_remote_code: bool, key: str) -> tuple[Pretrai
 
 def training_part(config: Config, cluster: Cluster) -> Cluster:
     """The GPUs that train: one per rank."""
-    each, parallel = gpus_a_rank(config, cluster.gpu), config.rollout.tensor_parallel_size
+    each = gpus_a_rank(config, cluster.gpu)
+    parallel = config.rollout.tensor_parallel_size
     if cluster.gpus % each:
         raise ValueError(
             f"rollout.mode process with rollout.tensor_parallel_size {parallel} takes {each} GPUs per rank: "
@@ -193,7 +195,8 @@ def training_part(config: Config, cluster: Cluster) -> Cluster:
 
 def _check_heads(config: Config, model: Model) -> None:
     """ValueError if the trainer's attention or vLLM could not split the heads."""
-    sequence, tensor = config.train.sequence_parallel, config.rollout.tensor_parallel_size if config.needs_engine else 1
+    sequence = config.train.sequence_parallel
+    tensor = config.rollout.tensor_parallel_size if config.needs_engine else 1
     for key, size, heads in (
         ("train.sequence_parallel", sequence, {model.heads, model.key_heads}),
         ("rollout.tensor_parallel_size", tensor, {model.heads}),

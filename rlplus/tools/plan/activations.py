@@ -60,7 +60,8 @@ class Meter(TorchDispatchMode):
         return result
 
     def _add(self, storage: torch.UntypedStorage) -> None:
-        key, size = storage._cdata, storage.nbytes()
+        key = storage._cdata
+        size = storage.nbytes()
         if key not in self._storages:
             self._storages.add(key)
             self.live += size
@@ -112,7 +113,8 @@ def count_activations(
 
     def head(hidden: Tensor, weight: Tensor, **_: object) -> Tensor:
         nonlocal at_head
-        at_head, meter.peak = meter.live, meter.live
+        at_head = meter.live
+        meter.peak = meter.live
         return _Head.apply(hidden, weight.detach() if head_in_shards else weight)
 
     batch = _batch(rows, -(-length // ranks))
@@ -189,7 +191,8 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
-        output, lse = torch.empty_like(query), query.new_empty(query.shape[:-1], dtype=torch.float32)
+        output = torch.empty_like(query)
+        lse = query.new_empty(query.shape[:-1], dtype=torch.float32)
         ctx.save_for_backward(query, key, value, mask, output, lse)
         return output
 
@@ -206,14 +209,16 @@ def _sdpa(mask: Tensor | None, module: Any, query: Tensor, key: Tensor, value: T
     """Attention with a mask: transformers repeats the keys, and torch turns the mask into the query's dtype."""
     assert mask is not None
     groups = getattr(module, "num_key_value_groups", 1)
-    key, value = repeat_kv(key, groups), repeat_kv(value, groups)
+    key = repeat_kv(key, groups)
+    value = repeat_kv(value, groups)
     return _Attention.apply(query, key, value, torch.empty_like(mask, dtype=query.dtype))
 
 
 def _eager(mask: Tensor | None, module: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     assert mask is not None
     groups = getattr(module, "num_key_value_groups", 1)
-    key, value = repeat_kv(key, groups), repeat_kv(value, groups)
+    key = repeat_kv(key, groups)
+    value = repeat_kv(value, groups)
     scores = torch.matmul(query, key.transpose(2, 3)) * 1.0 + mask
     weights = nn.functional.softmax(scores, dim=-1, dtype=torch.float32).to(query.dtype)
     return torch.matmul(weights, value)

@@ -24,13 +24,15 @@ SHOWN = 4  # switches of a kind
 
 def advise(config: Config, cluster: Cluster, phase: str) -> str:
     """Sentences for a user whose run ran out of memory in that phase of a step. Errors as in `make_plan`."""
-    trainer, (model, _) = training_part(config, cluster), read_model(config)
+    trainer = training_part(config, cluster)
+    model, _ = read_model(config)
     moments = PHASES.get(phase, MOMENTS)
     memory = estimate_memory(config, model, trainer)
     fullest = max(moments, key=memory.total)
     parts = sorted(memory.parts[fullest].items(), key=lambda part: -part[1])
     shown = ", ".join(f"{name} {show_bytes(size)}" for name, size in parts)
-    total, capacity = show_bytes(memory.total(fullest)), show_bytes(memory.capacity)
+    total = show_bytes(memory.total(fullest))
+    capacity = show_bytes(memory.capacity)
     sentences = [f"The plan expected {total} of {capacity} there ({shown})."]
     lower = sorted(_savings(config, model, trainer, moments), key=lambda switch: -switch[1])
     on_resume = [switch for switch in lower if switch[0].keys() <= MAY_CHANGE]

@@ -100,7 +100,8 @@ def plan_data(config: Config, *, logprob: bool = False) -> DataPlan:
         topk=recipe.topk,
         ends=ends,
     )
-    reports, reasons = {"data": report}, [report.refusal(config.data)]
+    reports = {"data": report}
+    reasons = [report.refusal(config.data)]
     for key, section in config.evaluations_read.items():
         sources = read_problems(section, tokenizer)
         reports |= {f"{key}.{source.source}": source.report for source in sources}
@@ -127,7 +128,8 @@ def plan_data(config: Config, *, logprob: bool = False) -> DataPlan:
 
 def _column_problems(config: Config) -> list[str]:
     """Choices that the prompts do not show, demonstrations that are bare answers: of rows with all their columns."""
-    rows, data = [row for _, row in islice(read_rows(config.data.paths, None, None), LOOKED_AT)], config.data
+    rows = [row for _, row in islice(read_rows(config.data.paths, None, None), LOOKED_AT)]
+    data = config.data
     problems = [hidden_choices(rows, data.prompt, data.answer)]
     if data.demonstration is not None:
         problems.append(bare_answers(rows, data.demonstration, data.answer, data.answer_pattern))

@@ -48,7 +48,8 @@ def likelihood(config: Config, examples: Sequence[Example]) -> Likelihood | None
     )
     lm = lm.to("cuda" if torch.cuda.is_available() else "cpu").eval()
     found = [value for example in chosen for value in token_logprobs(lm, example, config.rollout.temperature)]
-    mean, p = fsum(found) / len(found), fsum(map(exp, found)) / len(found)
+    mean = fsum(found) / len(found)
+    p = fsum(map(exp, found)) / len(found)
     return Likelihood(len(chosen), len(shown), len(found), mean, p)
 
 

@@ -70,9 +70,11 @@ def estimate_memory(config: Config, model: Model, cluster: Cluster) -> Memory:
         check_sharded_head(model.lm, model.vocabulary, cluster.gpus)
     learners = [(learner, model_states(config, learner, cluster)) for learner in model.learners]
     engine, problems = engine_memory(config, model, cluster)
-    cache, alone = engine.get("kv cache", 0), {}
+    cache = engine.get("kv cache", 0)
+    alone = {}
     if engine and config.rollout.mode == "process" and not cluster.cpu:
-        engine, alone = {}, {"reserve": RESERVE} | engine
+        alone = {"reserve": RESERVE} | engine
+        engine = {}
     at_rest = {"engine rest": ENGINE_ASLEEP} if engine and config.rollout.sleep else engine
     if config.rollout.engine == "transformers":  # its cache ends with the last response
         at_rest = {name: size for name, size in engine.items() if name == "engine weights"}
@@ -115,11 +117,15 @@ def estimate_memory(config: Config, model: Model, cluster: Cluster) -> Memory:
     for moment, sizes in (parts | {"engine": alone}).items():
         if (total := sum(sizes.values())) > capacity:
             problems.append(f"{moment}: needs {total / GIB:.1f} GiB of {capacity / GIB:.1f} GiB")
-    *shown, alone = ({k: v for k, v in p.items() if v} for p in (*parts.values(), alone))
+    shown = {moment: _present(sizes) for moment, sizes in parts.items()}
     host = sum(states.host for _, states in learners)
     if config.needs_engine and config.rollout.mode == "process":  # the last push, for an engine that is started again
         host += model.pushed(config)
-    return Memory(dict(zip(parts, shown, strict=True)), alone, capacity, cache, host, tuple(problems))
+    return Memory(shown, _present(alone), capacity, cache, host, tuple(problems))
+
+
+def _present(sizes: dict[str, int]) -> dict[str, int]:
+    return {part: size for part, size in sizes.items() if size}
 
 
 def _moving_average(config: Config, model: Model, cluster: Cluster) -> int:
@@ -161,12 +167,17 @@ def model_states(config: Config, model: Model, cluster: Cluster) -> States:
     - `host`: offloaded: 16 T / R (states and fp32 gradients), in stage 3 and in stage 2 if g = b g T / R more, b P / R,
       of each rank of a node
     """
-    P, T, b, R = model.parameters, model.trainable, model.itemsize, cluster.gpus
+    P = model.parameters
+    T = model.trainable
+    b = model.itemsize
+    R = cluster.gpus
     check_eight_bit(config.train, T, R)
     settings = deepspeed_config(config, T)
-    zero, g = settings["zero_optimization"], _gradient_bytes(settings, b)
+    zero = settings["zero_optimization"]
+    g = _gradient_bytes(settings, b)
     stage = int(zero["stage"])
-    off, weights_off = _offloaded(zero, "offload_optimizer"), stage == 3 and _offloaded(zero, "offload_param")
+    off = _offloaded(zero, "offload_optimizer")
+    weights_off = stage == 3 and _offloaded(zero, "offload_param")
     share = -(-T // R)
     bucket = min(_size(zero, "reduce_bucket_size", 500_000_000), T)
     if stage < 3 and zero.get("overlap_comm", False):
@@ -236,7 +247,10 @@ def head_memory(config: Config, model: Model, cluster: Cluster) -> int:
     pass. With a divergence from a teacher the hidden states of its tokens are beside it, or TOPK_PAIR for each of its
     likeliest tokens if only they are known, and weights' gradients are summed as in other layers.
     """
-    N, H, V, b = head_tokens(config), model.hidden, model.vocabulary, model.itemsize
+    N = head_tokens(config)
+    H = model.hidden
+    V = model.vocabulary
+    b = model.itemsize
     own_loss = config.algorithm.resolve().recipe.own_loss
     if model.head == "value":
         return 4 * N * H * (1 if b == 4 else 2)
@@ -278,10 +292,13 @@ def head_scratch(config: Config, model: Model, cluster: Cluster) -> int:
     Each backend has its bytes per logit, as for a head without a softcap. `reference` keeps all rows at once. A
     divergence takes three times that, of the logits of two heads and what is between (`chunked`); less with `triton`.
     """
-    tokens, vocabulary = head_tokens(config), model.vocabulary
+    tokens = head_tokens(config)
+    vocabulary = model.vocabulary
     if model.in_shards(config):
-        tokens, vocabulary = tokens * cluster.gpus, vocabulary // cluster.gpus
-    dtype, device = getattr(torch, config.model.dtype), "cpu" if cluster.cpu else "cuda"
+        tokens = tokens * cluster.gpus
+        vocabulary = vocabulary // cluster.gpus
+    dtype = getattr(torch, config.model.dtype)
+    device = "cpu" if cluster.cpu else "cuda"
     recipe = config.algorithm.resolve().recipe
     backend = "torch" if recipe.topk else choose(config.train.backend, torch.device(device), dtype).backend
     logit: int = implementation(backend).scratch_per_logit(dtype, device)

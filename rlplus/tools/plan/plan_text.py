@@ -43,7 +43,8 @@ def _lines(plan: Plan, data_refused: bool) -> Iterator[RenderableType]:
     yield _memory_table(plan)
     if engine := plan.memory.engine:
         parts = ", ".join(f"{name} {show_bytes(part)}" for name, part in engine.items())
-        total, capacity = show_bytes(sum(engine.values())), show_bytes(plan.memory.capacity)
+        total = show_bytes(sum(engine.values()))
+        capacity = show_bytes(plan.memory.capacity)
         yield f"A GPU that generates: {total} of {capacity} ({parts})"
     if plan.memory.host:
         yield f"and {show_bytes(plan.memory.host)} of each node's memory"

@@ -47,7 +47,8 @@ class Model:
         self.cache_bytes = 2 * self.layers * self.key_heads * width * self.itemsize
         self.attention_width = self.heads * width
         sizes = [p.numel() for p in self.lm.parameters() if p.requires_grad]
-        self.trainable, self.largest = sum(sizes), max(sizes)
+        self.trainable = sum(sizes)
+        self.largest = max(sizes)
         heads = [] if head else config.algorithm.resolve().recipe.learners.values()
         self.learners: tuple[Model, ...] = (self, *(Model(config, model_config, head) for head in heads))
         if config.model.lora is not None:
@@ -74,7 +75,8 @@ class Model:
     def activations(self, config: Config) -> Activations:
         """Activations of the largest micro-batch; counted once per shape."""
         rows, length = packed_shape(config)
-        part, ranks = config.model, config.train.sequence_parallel
+        part = config.model
+        ranks = config.train.sequence_parallel
         compiled = config.train.compile
         key = (rows, length, part.attention, part.gradient_checkpointing, ranks, self.in_shards(config), compiled)
         if key not in self._counted:
@@ -92,7 +94,8 @@ class Model:
                 for lm in self._few or [self.lm]
             ]
             more = (self.layers - 2) if self._few else 0
-            first, last = counts[0], counts[-1]
+            first = counts[0]
+            last = counts[-1]
             self._counted[key] = Activations(
                 head=first.head + more * (last.head - first.head),
                 backward=first.backward + more * (last.backward - first.backward),
@@ -127,7 +130,8 @@ def _quantized_sizes(config: Config, lm: PreTrainedModel) -> list[int]:
     """Weights of each linear layer that `quantize` would replace."""
     if config.model.lora is None or config.model.lora.quantization is None:
         return []
-    layers, head = lm.named_modules(), lm.get_output_embeddings()
+    layers = lm.named_modules()
+    head = lm.get_output_embeddings()
     return [m.weight.numel() for n, m in layers if type(m) is nn.Linear and m is not head and ".lora_" not in n]
 
 

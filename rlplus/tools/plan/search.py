@@ -57,7 +57,8 @@ def find_remedies(config: Config, model: Model, cluster: Cluster) -> list[Remedy
 
 def all_switches(config: Config, model: Model, cluster: Cluster) -> Iterator[list[Changes]]:
     """Each switch's settings, the mildest first; a setting may need two keys."""
-    train, rollout = config.train, config.rollout
+    train = config.train
+    rollout = config.rollout
     vllm = config.needs_engine and rollout.mode != "server" and rollout.engine != "transformers" and not cluster.cpu
     if vllm and rollout.mode == "colocated" and not rollout.sleep:
         yield [{"rollout.sleep": True}]
@@ -75,7 +76,8 @@ def all_switches(config: Config, model: Model, cluster: Cluster) -> Iterator[lis
     most = 2 if config.model.lora and config.model.lora.quantization else 3  # ZeRO-3 refuses weights of 4 bits
     if train.zero_stage < most:
         yield [{"train.zero_stage": stage} for stage in range(train.zero_stage + 1, most + 1)]
-    tokens, least = train.tokens_per_micro_batch, -(-config.max_sample_length // train.sequence_parallel)
+    tokens = train.tokens_per_micro_batch
+    least = -(-config.max_sample_length // train.sequence_parallel)
     halves = [t for i in range(1, 8) if (t := tokens >> i) > least]
     if tokens > least:
         yield [{"train.tokens_per_micro_batch": t} for t in (*halves, least)]
@@ -131,7 +133,8 @@ def _all_but_the_needless(config: Config, model: Model, cluster: Cluster) -> Rem
             for setting in reversed(chosen):
                 without = [s for s in chosen if s is not setting]
                 if fewer := _try(config, model, cluster, tuple(without)):
-                    chosen, best = without, fewer
+                    chosen = without
+                    best = fewer
             return best
     return None
 

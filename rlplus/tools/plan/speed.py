@@ -42,20 +42,21 @@ def estimate_seconds(config: Config, model: Model, memory: Memory, cluster: Clus
     more. Kaplan et al., 2020, section 2.1. Decoding is bound by memory: every step reads the weights, and the keys and
     values of all running sequences; it reads weights of 4 bits to write them dequantized, and reads those.
     """
-    gpu, ranks = cluster.gpu, cluster.gpus
-    if gpu.flops is None or gpu.bandwidth is None or gpu.link is None:
+    if (rates := _rates(cluster)) is None:
         return {}
-    flops, bandwidth = gpu.flops * GEMM_EFFICIENCY, gpu.bandwidth * MEMORY_EFFICIENCY
-    link = gpu.link * LINK_EFFICIENCY if ranks <= NODE else min(gpu.link * LINK_EFFICIENCY, NETWORK)
+    flops, bandwidth, link = rates
+    ranks = cluster.gpus
     train = config.train
 
-    groups, prompt = train.prompts_per_step / ranks, config.data.max_prompt_length
+    groups = train.prompts_per_step / ranks
+    prompt = config.data.max_prompt_length
     rollouts, demonstrations = _members(config)
     kinds = [
         (rollouts, prompt + config.rollout.max_response_length),
         (demonstrations, prompt + config.max_demonstration_length),
     ]
-    tokens, squares = (groups * sum(count * length**power for count, length in kinds) for power in (1, 2))
+    tokens = groups * sum(count * length for count, length in kinds)
+    squares = groups * sum(count * length**2 for count, length in kinds)
     forward, head = _forward_flop(model, tokens, squares)
     updates = train.prompts_per_step // (train.prompts_per_update or train.prompts_per_step)
 
@@ -69,8 +70,7 @@ def estimate_seconds(config: Config, model: Model, memory: Memory, cluster: Clus
     teacher = model if algorithm.recipe.demonstration_prompt else model.teacher
     passes += bool(teacher or algorithm.recipe.teacher_server) and not algorithm.recipe.own_loss  # advantages
     seconds["old_logprob"] = passes * (forward + head) / flops
-    first, later = (needs_statistics(algorithm, on_policy) for on_policy in (not config.stale, False))
-    if statistics := (first + later * (updates - 1)) / updates + algorithm.recipe.weighs_tokens:
+    if statistics := _statistics_passes(config, updates):
         seconds["statistics"] = statistics * (forward + head) / flops
         passes += statistics
     again = 1 if config.model.gradient_checkpointing else 0
@@ -79,10 +79,12 @@ def estimate_seconds(config: Config, model: Model, memory: Memory, cluster: Clus
     if train.backward == "sampled":
         share = 0.5 if algorithm.recipe.own_loss else SAMPLED  # a divergence computes two logits
     seconds["forward and backward"] = ((3 + again) * forward + gemms * share * head) / flops
-    recipe, more = algorithm.recipe, groups * (rollouts + demonstrations) * (config.max_training_prompt - prompt)
+    recipe = algorithm.recipe
+    more = groups * (rollouts + demonstrations) * (config.max_training_prompt - prompt)
     if teacher is not None:
         seconds["teacher"] = _teacher_flop(config, teacher, groups * rollouts, groups * demonstrations) / flops
-    updates, micro_batches = updates + recipe.extra_updates, (tokens + more) / train.tokens_per_micro_batch
+    updates = updates + recipe.extra_updates
+    micro_batches = (tokens + more) / train.tokens_per_micro_batch
     seconds["communication"] = _sent_bytes(config, model, ranks, updates, micro_batches, passes) / link
     slow = PCIE if train.offload_optimizer == "cpu" else bandwidth
     seconds["optimizer"] = _optimizer_bytes(config, model, ranks, updates) / slow
@@ -93,17 +95,33 @@ def estimate_seconds(config: Config, model: Model, memory: Memory, cluster: Clus
         updates = recipe.learner_updates(updates)
         seconds["learners"] = work / flops + _optimizer_bytes(config, learner, ranks, updates) / slow
         seconds["learners"] += _sent_bytes(config, learner, ranks, updates, micro_batches, 1) / link
-    # Weights are handed over within a GPU, or through the host's memory.
-    pushed = model.pushed(config)
-    handed_over = pushed / bandwidth if config.rollout.mode == "colocated" else 2 * pushed / PCIE
     if rollouts and not config.rollout.share_weights:  # otherwise there is no engine, or one for evaluations alone
-        gathered = _ring(pushed, ranks) / link if train.zero_stage == 3 else 0
-        seconds["sync"] = (handed_over + gathered) / max(1, train.overlap)  # once in so many steps
+        seconds["sync"] = _push_seconds(config, model, ranks, bandwidth, link) / max(1, train.overlap)
     total = sum(seconds.values())
     if train.overlap:
-        generate, sync = seconds.get("generate", 0.0), seconds["sync"]
+        generate = seconds.get("generate", 0.0)
+        sync = seconds["sync"]
         total = sync + max(generate, total - generate - sync)
     return seconds | {"total": total}
+
+
+def _rates(cluster: Cluster) -> tuple[float, float, float] | None:
+    """FLOP, bytes of memory and bytes between GPUs per second of each rank; None if unknown."""
+    gpu = cluster.gpu
+    if gpu.flops is None or gpu.bandwidth is None or gpu.link is None:
+        return None
+    link = gpu.link * LINK_EFFICIENCY
+    if cluster.gpus > NODE:
+        link = min(link, NETWORK)
+    return gpu.flops * GEMM_EFFICIENCY, gpu.bandwidth * MEMORY_EFFICIENCY, link
+
+
+def _push_seconds(config: Config, model: Model, ranks: int, bandwidth: float, link: float) -> float:
+    """Gathering the weights and handing them over to the engine: within a GPU, or through the host's memory."""
+    pushed = model.pushed(config)
+    handed_over = pushed / bandwidth if config.rollout.mode == "colocated" else 2 * pushed / PCIE
+    gathered = _ring(pushed, ranks) / link if config.train.zero_stage == 3 else 0
+    return handed_over + gathered
 
 
 def _forward_flop(model: Model, tokens: float, squares: float) -> tuple[float, float]:
@@ -134,6 +152,14 @@ def _old_passes(config: Config, updates: int, shown: float) -> float:
     return 1 - 1 / updates  # the first update's own pass is the old policy's
 
 
+def _statistics_passes(config: Config, updates: int) -> float:
+    """Forward passes for the statistics that weights and clipping need, beyond those of the updates themselves."""
+    algorithm = config.algorithm.resolve()
+    first = needs_statistics(algorithm, not config.stale)
+    later = needs_statistics(algorithm, False)
+    return (first + later * (updates - 1)) / updates + algorithm.recipe.weighs_tokens
+
+
 def _ring(size: float, ranks: int) -> float:
     """Bytes that each of R ranks sends in a ring pass over `size` bytes: (R - 1) / R of them."""
     return size * (ranks - 1) / ranks
@@ -143,11 +169,13 @@ def _sent_bytes(
     config: Config, learner: Model, ranks: int, updates: float, micro_batches: float, passes: float
 ) -> float:
     """Weights and gradients that each rank sends in a step. passes: forward only, over all micro-batches."""
-    stage, micro_batches = config.train.zero_stage, max(updates, micro_batches)
+    stage = config.train.zero_stage
+    micro_batches = max(updates, micro_batches)
     settings = deepspeed_config(config, learner.trainable)
     gradient = 4 if settings["communication_data_type"] == "fp32" else learner.itemsize
     weights = learner.itemsize * (micro_batches * (2 + passes) if stage == 3 else updates)
-    parameters, states = learner.parameters, 0.0
+    parameters = learner.parameters
+    states = 0.0
     if learner.in_shards(config):  # hidden states in every pass, twice their gradient in fp32 in one
         parameters -= learner.vocabulary * learner.hidden
         states = learner.itemsize * micro_batches * (1 + passes) + 2 * 4 * micro_batches

@@ -131,15 +131,18 @@ def _source(name: str, package: str = __name__) -> str:
     return files(package).joinpath(name).read_text(encoding="utf-8")
 
 
+def _sources(end: str, package: str, further: Sequence[str]) -> str:
+    """The source with this ending that all pages have, and those among `further`."""
+    return "".join([_source(f"page{end}"), *(_source(name, package) for name in further if name.endswith(end))])
+
+
 def render(template: str, package: str = __name__, *, further: Sequence[str] = (), **values: Any) -> str:
     """A page by a template of this or another package, with the style and the script of all pages.
 
     further: files of that package that are added to these, by their endings .css and .js.
     """
-    script, style = (
-        "".join([_source(f"page{end}"), *(_source(name, package) for name in further if name.endswith(end))])
-        for end in (".js", ".css")
-    )
+    script = _sources(".js", package, further)
+    style = _sources(".css", package, further)
     return (
         environment(package)
         .get_template(template)

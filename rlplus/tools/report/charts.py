@@ -8,9 +8,16 @@ from statistics import fmean
 from rlplus.tools.report.run_reader import RunData
 from rlplus.train.evaluation import Evaluation, pooled_pass_at
 
-WIDTH, HEIGHT = 340.0, 200.0  # a chart's size in the units of its SVG: a phone's pixels
-LEFT, TOP, BOTTOM = 42.0, 10.0, 24.0  # margins
-LABEL, LETTER, SPACING = 14, 6.8, 12.0  # direct labels: most letters, width of a letter, distance to the next label
+# A chart's size and margins in the units of its SVG: a phone's pixels.
+WIDTH = 340.0
+HEIGHT = 200.0
+LEFT = 42.0
+TOP = 10.0
+BOTTOM = 24.0
+# Direct labels.
+LABEL = 14  # most letters
+LETTER = 6.8  # width of a letter
+SPACING = 12.0  # distance to the next label
 MOST_POINTS = 600  # drawn per line
 MOST_BANDS = 3  # drawn per chart
 ACCENT = "accent"  # the style of the line that matters most
@@ -81,7 +88,8 @@ class Chart:
 
     def path(self, x: Sequence[float], y: Sequence[float]) -> str:
         """M and L commands; a value that is not finite leaves a gap."""
-        path, pen = [], "M"
+        path = []
+        pen = "M"
         for a, b in zip(x, y, strict=True):
             if math.isfinite(b):
                 path.append(f"{pen}{self.x_at(a)} {self.y_at(b)}")
@@ -236,7 +244,8 @@ def step_chart(
     for one in series:
         smooth = moving_average(one.y, len(one.y) // 20)
         thin = chart.path(one.x, one.y) if single and smooth != one.y else ""
-        x, y = " ".join(f"{value:g}" for value in one.x), " ".join(f"{value:.4g}" for value in one.y)
+        x = " ".join(f"{value:g}" for value in one.x)
+        y = " ".join(f"{value:.4g}" for value in one.y)
         style = styles[one.label] if single else f"{styles[one.label]} many"
         chart.lines.append(Line(style, chart.path(one.x, smooth), thin, x=x, y=y))
         ends[one.label] += [value for value in smooth if math.isfinite(value)][-1:]
@@ -263,7 +272,8 @@ def nice_ticks(low: float, high: float) -> list[float]:
     span = high - low or abs(high) or 1.0
     power = 10.0 ** math.floor(math.log10(span / TICKS))
     step = next(power * m for m in (1, 2, 5, 10) if span / (power * m) <= TICKS + 1)
-    first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
+    first = math.floor(low / step + 1e-9)
+    last = math.ceil(high / step - 1e-9)
     return [float(f"{i * step:.12g}") for i in range(first, max(last, first + 1) + 1)]
 
 

@@ -7,10 +7,13 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from rlplus.tools.report.run_reader import RunData
 
-LOGPROB, PROBABILITY = "actor/logprob_external", "actor/prob_external"
+LOGPROB = "actor/logprob_external"
+PROBABILITY = "actor/prob_external"
 # The study's numbers, docs/which-method.md: the means of the likeliest foreign form and of the least likely own one.
-FOREIGN, OWN = 0.51, 0.73
-FOREIGN_LOGPROB, OWN_LOGPROB = -1.5, -0.7
+FOREIGN = 0.51
+OWN = 0.73
+FOREIGN_LOGPROB = -1.5
+OWN_LOGPROB = -0.7
 
 
 def found_at(p: float) -> str:

@@ -7,7 +7,7 @@ from typing import Any
 
 from rlplus.common.textfiles import read_text
 from rlplus.common.yaml_text import parse_yaml
-from rlplus.train.config import PROGRESS, RUN, SAMPLES, STARTS, check_run_folder, read_starts
+from rlplus.train.config import PROGRESS, SAMPLES, STARTS, check_run_folder, read_starts
 
 
 @dataclass(frozen=True)
@@ -43,8 +43,9 @@ def load_run(folder: Path) -> RunData:
     with "step" and "generated_tokens".
     """
     check_run_folder(folder)
-    config, lines = (read_text(folder / name) for name in RUN)
+    config = read_text(folder / "config.yaml")
     settings = parse_yaml(config, folder / "config.yaml")
+    lines = read_text(folder / "metrics.jsonl")
     complete, _, cut = lines.rpartition("\n")
     metrics = [
         step_of(line, f"{folder / 'metrics.jsonl'}, line {number}")

@@ -13,7 +13,9 @@ from rlplus.common.terminal import Terminal
 from rlplus.tools.report.shaded_samples import shortened
 from rlplus.train.data import KeptSample, iter_kept, kept_steps
 
-UNLIKELY, SURPRISING = 0.5, 0.1  # probabilities below which a token is set apart
+# Probabilities below which a token is set apart.
+UNLIKELY = 0.5
+SURPRISING = 0.1
 
 logger = logging.getLogger(__name__)
 
@@ -30,7 +32,8 @@ def show_samples(folder: Path, most: int, terminal: Terminal, step: int | None =
     if step is not None:
         nearest = min(steps.values(), key=lambda kept: abs(kept - step), default=None)
         files = [path for path in files if steps.get(path) == nearest is not None]
-    left, readable = most, False
+    left = most
+    readable = False
     for path in files:
         try:
             for group in _problems(path):
@@ -82,7 +85,8 @@ def _chosen(group: Sequence[KeptSample], wrong: bool) -> list[KeptSample]:
 
 
 def _print(group: Sequence[KeptSample], shown: Sequence[KeptSample], terminal: Terminal) -> None:
-    first, responses = group[0], [one for one in group if not one.demonstration]
+    first = group[0]
+    responses = [one for one in group if not one.demonstration]
     place = [] if first.step is None else [f"step {first.step}"]
     place += [first.benchmark] if first.benchmark else []
     count = f"right {sum(one.right is True for one in responses)} of {len(responses)}" if responses else ""

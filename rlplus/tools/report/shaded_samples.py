@@ -12,7 +12,9 @@ from rlplus.train.data import KeptSample, kept_steps, read_kept
 
 MOST_STEPS = 12  # shown for a run
 PROBLEMS = 4  # shown for an evaluation, two responses each
-HEAD, TAIL = 800, 200  # tokens of a longer response
+# Tokens that are shown of a longer response.
+HEAD = 800
+TAIL = 200
 SHADES = 10
 EVALUATED = 512  # samples of an evaluation among which to choose
 ANSWER = 400  # characters of a longer reference answer

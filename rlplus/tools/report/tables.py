@@ -65,8 +65,8 @@ class Table:
 
 def interval(estimate: Estimate, sign: str = "", *, strong: bool = False) -> Cell:
     """The mean in percent, with the limits of its interval as the detail."""
-    mean, low, high = (percent(value, sign) for value in (estimate.mean, estimate.low, estimate.high))
-    return Cell(mean, f"{low} to {high}", strong)
+    limits = f"{percent(estimate.low, sign)} to {percent(estimate.high, sign)}"
+    return Cell(percent(estimate.mean, sign), limits, strong)
 
 
 def percent(share: float, sign: str = "") -> str:
@@ -150,9 +150,11 @@ def difference_table(tested: Tested) -> Table | None:
     labels = list(tested)
     pairs = list(combinations(labels, 2)) if len(labels) <= 4 else [(labels[0], label) for label in labels[1:]]
     ks = _asked(tested)
-    table, incomparable = Table(["difference in points", *(f"pass@{k}" for k in ks)]), []
+    table = Table(["difference in points", *(f"pass@{k}" for k in ks)])
+    incomparable = []
     for first, second in pairs:
-        one, other = tested[first], tested[second]
+        one = tested[first]
+        other = tested[second]
         if [e.problems for e in one] != [e.problems for e in other]:
             incomparable.append(f"{second} − {first}")
             continue
@@ -218,9 +220,8 @@ def headline(trained: Trained, benchmarks: Mapping[str, Tested], first: str) -> 
     shown = sorted({ks[0], ks[-1]})
     best = [pooled_pass_at(evaluations, k) for k in shown]
     problems = _span({len(one.problems) for one in evaluations})
-    low, high = (f"{100 * limit:.0f}" for limit in (best[0].low, best[0].high))
     text = f"{ordered[0]} solves {percent(best[0].mean)}% of {problems} problems with {_samples(shown[0])} "
-    text += f"(95% interval {low} to {high})"
+    text += f"(95% interval {100 * best[0].low:.0f} to {100 * best[0].high:.0f})"
     text += "".join(f" and {percent(e.mean)}% with {k}" for e, k in zip(best[1:], shown[1:], strict=True))
     others = []
     for label in ordered[1:]:
@@ -280,7 +281,8 @@ def phase_table(trained: Trained) -> Table | None:
     Phases that no run has are left out.
     """
     logged = {name for runs in trained.values() for run in runs for step in run.metrics for name in step}
-    work, other = ({p: label for p, label in part.items() if f"time/{p}" in logged} for part in (WORK, OVERHEAD))
+    work = {p: label for p, label in WORK.items() if f"time/{p}" in logged}
+    other = {p: label for p, label in OVERHEAD.items() if f"time/{p}" in logged}
     last = f"overhead: all from {next(iter(other.values()), 'rest')} on"
     table = Table(["run", "step", *work.values(), *other.values(), "rest", last], title="Where the time goes")
     for label, runs in trained.items():
@@ -324,7 +326,7 @@ def provenance_table(trained: Trained) -> Table | None:
     table = Table(["", *(name for name, _ in started)])
     facts = [_facts(run) for _, run in started]
     for key in dict.fromkeys(key for each in facts for key in each):
-        first, *others = (each.get(key, "") for each in facts)
+        first, *others = [each.get(key, "") for each in facts]
         table.add(key, first, *("the same" if fact and fact == first else fact for fact in others))
     return table
 

@@ -134,7 +134,8 @@ def _take(config: Config, name: str, sequences: int) -> _Prepared:
 
 def _advantages(run: Run, taken: Taken) -> list[float | Sequence[float]]:
     """Advantages of the update's samples by the definition; as given where they do not come from the step's rewards."""
-    batch, found = taken.batch.samples, dict[int, float]()
+    batch = taken.batch.samples
+    found = dict[int, float]()
     if not run.recipe.options.own_advantages:
         limit = run.config.rollout.max_response_length
         found = dict(zip(map(id, batch), advantages(batch, taken.update.algorithm, limit), strict=True))
@@ -151,7 +152,8 @@ def _interruptible() -> Iterator[None]:
 
 def _choose(taken: Taken, constants: Sequence[Constants], count: int) -> list[int]:
     """Samples with a gradient, evenly over kinds and micro-batches."""
-    objective, places = taken.update.algorithm.objective, taken.places
+    objective = taken.update.algorithm.objective
+    places = taken.places
     able = [i for i, c in enumerate(constants) if c.has_loss(objective)]
     able.sort(key=lambda i: (constants[i].sample.demonstration, places[i][:2] if i in places else (-1, -1)))
     count = min(count, len(able))
@@ -159,7 +161,8 @@ def _choose(taken: Taken, constants: Sequence[Constants], count: int) -> list[in
 
 
 def _notes(run: Run) -> list[str]:
-    notes, algorithm = [], run.recipe.algorithm
+    notes = []
+    algorithm = run.recipe.algorithm
     if trained := " and ".join(run.recipe.learners):
         notes.append(f"the model that the recipe trains ({trained}), and the advantages, which come from it")
     elif algorithm.recipe.own_advantages:
@@ -173,7 +176,9 @@ def _notes(run: Run) -> list[str]:
 
 def _compare(prepared: _Prepared, place: Path, *, sequences: int, step: int) -> Verification:
     """Recompute what the trainer computed, in float64 and, as the yardstick, by a plain model in the run's dtype."""
-    config, computed, update = prepared.config, prepared.computed, prepared.taken.update
+    config = prepared.config
+    computed = prepared.computed
+    update = prepared.taken.update
     loss = Loss(update.algorithm, config.knows_behavior, off_policy=config.stale)
     constants = prepared.constants
     if update.algorithm.selects_tokens:
@@ -204,7 +209,8 @@ def _selected(c: Constants, kept: Tensor | None) -> Constants:
 
 def _load(prepared: _Prepared, place: Path, dtype: str) -> PreTrainedModel:
     """The model that the run began with, plain, on the CPU."""
-    config, model_config = prepared.config, copy.deepcopy(prepared.model_config)
+    config = prepared.config
+    model_config = copy.deepcopy(prepared.model_config)
     capped = getattr(model_config.get_text_config(decoder=True), "attn_logit_softcapping", None) is not None
     attention = "eager" if capped or config.model.attention == "eager" else "sdpa"
     changes = {"dtype": dtype, "attention": attention, "liger": False}

@@ -38,7 +38,8 @@ def compare_constants(taken: Taken, constants: Sequence[Constants]) -> list[Row]
     """All samples of the update: tokens in the micro-batches, advantages and weights, bounded by fp32's rounding."""
     samples = taken.update.samples
     wrong = 0
-    advantage, weight = [torch.zeros(1)], [torch.zeros(1)]
+    advantage = [torch.zeros(1)]
+    weight = [torch.zeros(1)]
     for index, c in enumerate(constants):
         place = taken.places.get(index)
         if place is None:
@@ -46,7 +47,8 @@ def compare_constants(taken: Taken, constants: Sequence[Constants]) -> list[Row]
             given = torch.tensor(samples[index].advantage, dtype=torch.float64)
             advantage.append((given - c.advantage).abs())
             continue
-        batch, entries = taken.micro_batches[place.batch], place.entries.cpu()
+        batch = taken.micro_batches[place.batch]
+        entries = place.entries.cpu()
         count = len(c.sample.response)
         if len(entries) != count:
             wrong += max(count, len(entries))
@@ -90,8 +92,11 @@ class _Tokens:
         """No row if no sequence was added."""
         if not self.plain:
             return []
-        trainer, plain = torch.cat(self.trainer), torch.cat(self.plain)
-        n, rms, rounding = len(plain), float(plain.square().mean().sqrt()), 8 * SINGLE * self.size
+        trainer = torch.cat(self.trainer)
+        plain = torch.cat(self.plain)
+        n = len(plain)
+        rms = float(plain.square().mean().sqrt())
+        rounding = 8 * SINGLE * self.size
         yardstick = typical, largest, mean = _summary(plain)
         bounds = (2 + 64 / n) * typical, 6 * largest + 40 * rms, 2 * mean + (1 / 8 + 8 / n**0.5) * rms
         parts = zip(("mean absolute", "largest", "mean"), _summary(trainer), bounds, yardstick, strict=True)
@@ -111,12 +116,14 @@ class _Sum:
     """
 
     def __init__(self) -> None:
-        self.exact, self.rounded = (torch.zeros((), dtype=torch.float64) for _ in range(2))
+        self.exact = torch.zeros((), dtype=torch.float64)
+        self.rounded = torch.zeros((), dtype=torch.float64)
         self.squares = self.terms = 0.0
 
     def add(self, exact: Tensor, rounded: Tensor) -> None:
         """Add a sequence's part."""
-        self.exact, self.rounded = self.exact + exact, self.rounded + rounded
+        self.exact = self.exact + exact
+        self.rounded = self.rounded + rounded
         self.squares += float((rounded - exact).square().sum())
         self.terms += float(exact.norm())
 
@@ -144,14 +151,17 @@ def _gradient_rows(sums: Mapping[str, _Sum], computed: Accumulated, eps: Mapping
     kinds: dict[str, list[float]] = {}
     for name, s in sums.items():
         kinds.setdefault(_kind(name), []).append(s.plain / (s.size or 1.0))
-    rows, squares = [], [0.0] * 4
+    rows = []
+    squares = [0.0] * 4
     for name, s in sums.items():
-        size, error, rounding = s.size or 1.0, s.error(computed.gradients[name]), eps[name] * s.terms
+        size = s.size or 1.0
+        error = s.error(computed.gradients[name])
+        rounding = eps[name] * s.terms
         bound = 2.5 * (s.plain / size + median(kinds[_kind(name)])) + rounding / size
         rows.append(Row(f"gradient of {name}", error / size, bound, "of its norm", s.plain / size))
         parts = (error, s.plain, 2 * s.plain + rounding, s.size)
         squares = [total + part**2 for total, part in zip(squares, parts, strict=True)]
-    error, plain, bound, size = (total**0.5 for total in squares)
+    error, plain, bound, size = [total**0.5 for total in squares]
     size = size or 1.0
     return [Row(TOGETHER, error / size, bound / size, "of its norm", plain / size), *rows]
 
@@ -175,14 +185,16 @@ def compare_computed(
     the sequences' parts: to the weights' dtype, or eight times to fp32, in which a GPU adds in other orders than the
     plain model on the CPU. The loss's bound is eight roundings of its terms, see `Loss`.
     """
+    exact_model, plain_model = models
     names = ("logprob", "entropy", "logprob before the update", "reference's logprob")
     logprob, entropy, before, reference = tokens = [_Tokens() for _ in names]
     sums = {name: _Sum() for name in computed.gradients}
     total = terms = 0.0
     for index, c in constants.items():
         own = _finite(computed.own.get(index), len(c.advantage))
-        given = own or _of_model(models[0], c, references.get(index), temperature)
-        right, plain = (compute(lm, c, given, loss, temperature) for lm in models)
+        given = own or _of_model(exact_model, c, references.get(index), temperature)
+        right = compute(exact_model, c, given, loss, temperature)
+        plain = compute(plain_model, c, given, loss, temperature)
         logprob.add(right.logprob, plain.logprob, None if own is None else own.logprob)
         entropy.add(right.entropy, plain.entropy, None if own is None else own.entropy)
         if own is not None and own.before is not None:
@@ -190,13 +202,14 @@ def compare_computed(
         if index in references:
             frozen, rounded = references[index]
             reference.add(frozen, rounded, None if own is None else own.ref)
-        total, terms = total + right.loss, terms + right.terms
+        total = total + right.loss
+        terms = terms + right.terms
         for name, sum_of in sums.items():
             sum_of.add(right.gradients[name], plain.gradients[name])
     rows = [row for quantity, name in zip(tokens, names, strict=True) for row in quantity.rows(name)]
     size = terms or 1.0
     rows.append(Row("loss", abs(computed.loss - total) / size, 8 * SINGLE, "of its terms"))
-    eps = {name: max(torch.finfo(p.dtype).eps / 2, 4 * SINGLE) for name, p in models[1].named_parameters()}
+    eps = {name: max(torch.finfo(p.dtype).eps / 2, 4 * SINGLE) for name, p in plain_model.named_parameters()}
     return [*rows, *_gradient_rows(sums, computed, eps)]
 
 

@@ -60,7 +60,8 @@ def advantages(samples: Sequence[Sample], algorithm: Algorithm, limit: int) -> l
     if algorithm.advantage == "group":
         return group_advantages(rewards, groups, normalize_std=algorithm.normalize_std, include=include).tolist()
     tokens = torch.tensor([sum(per_token(s.trained, len(s.response))) for s in samples], dtype=torch.int64)
-    estimator, k = algorithm.advantage, algorithm.advantage_k
+    estimator = algorithm.advantage
+    k = algorithm.advantage_k
     return batch_advantages(rewards, groups, estimator, include=include, tokens=tokens, k=k).tolist()
 
 
@@ -85,12 +86,14 @@ def constants_of(
         flat = [*chain(*(per_token(value, n) for value, n in zip(known, counts, strict=True)))]
         return list(torch.tensor(flat, dtype=dtype).split(counts))
 
-    external, trained = each("external"), each("trained")
+    external = each("external")
+    trained = each("trained")
     weight = _weights(external, trained, algorithm, config)
     entropy_weight = weight
     if algorithm.reduction == "official":  # its bonus is a mean over response tokens
         entropy_weight = [on.double() / float(sum(t.sum() for t in trained)) for on in trained]
-    engine, behavior = (each(f"{name}_logprob", torch.float64) for name in ("engine", "behavior"))
+    engine = each("engine_logprob", torch.float64)
+    behavior = each("behavior_logprob", torch.float64)
     given = [torch.tensor([*per_token(A, n)], dtype=torch.float64) for A, n in zip(advantage, counts, strict=True)]
     columns = (samples, given, weight, entropy_weight, external, trained, engine, behavior)
     return [Constants(*row) for row in zip(*columns, strict=True)]
@@ -99,7 +102,9 @@ def constants_of(
 def _weights(
     external: Sequence[Tensor], trained: Sequence[Tensor], algorithm: Algorithm, config: Config
 ) -> list[Tensor]:
-    on, shown, counts = torch.cat([*trained]), torch.cat([*external]), [len(t) for t in trained]
+    on = torch.cat([*trained])
+    shown = torch.cat([*external])
+    counts = [len(t) for t in trained]
     sequences = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts))
     parts = [(on, algorithm.reduction)]
     if algorithm.separate_denominators:
@@ -164,7 +169,8 @@ class Loss:
         It is evaluated at the trainer's values, so its slopes are the trainer's on either side of a bound, and it
         differs from the trainer's loss by the rounding of the loss's own arithmetic, in which no model's is left.
         """
-        logprob, entropy = _moved(logprob, own.logprob), _moved(entropy, own.entropy)
+        logprob = _moved(logprob, own.logprob)
+        entropy = _moved(entropy, own.entropy)
         constants = self._constants(c, own)
         parts = [
             self._at(logprob.detach(), entropy.detach(), _where(on, constants))[1]
@@ -177,9 +183,14 @@ class Loss:
         return policy_loss(logprob, entropy=entropy, objective=self.algorithm.objective, **constants._asdict())
 
     def _constants(self, c: Constants, own: Own) -> TokenConstants:
-        a, cap, sampled = self.algorithm, self.algorithm.objective.mismatch_cap, c.trained & ~c.external
-        now, given = own.logprob.double(), None if own.before is None else own.before.double()
-        before, old, engine = now if given is None else given, None, None
+        a = self.algorithm
+        cap = self.algorithm.objective.mismatch_cap
+        sampled = c.trained & ~c.external
+        now = own.logprob.double()
+        given = None if own.before is None else own.before.double()
+        before = now if given is None else given
+        old = None
+        engine = None
         if self.off_policy:
             old = c.engine.where(~c.engine.isnan(), before)
         elif a.ratio_level == "sequence" or a.mismatch_level != "token":

@@ -105,7 +105,8 @@ def _first(value: float | Sequence[float]) -> float:
 
 def _sequences(batch: MicroBatch) -> Iterator[tuple[int, tuple[int, ...]]]:
     """The start of each sequence in the flattened rows, and its tokens: positions restart at 0."""
-    ids, first = batch.input_ids.flatten().tolist(), batch.position_ids.flatten() == 0
+    ids = batch.input_ids.flatten().tolist()
+    first = batch.position_ids.flatten() == 0
     starts = [*first.nonzero().flatten().tolist(), len(ids)]
     for start, end in pairwise(starts):
         yield start, tuple(ids[start:end])
@@ -113,11 +114,14 @@ def _sequences(batch: MicroBatch) -> Iterator[tuple[int, tuple[int, ...]]]:
 
 def accumulate(run: Run, taken: Taken, chosen: Sequence[int]) -> Accumulated:
     """Run the update's forward and backward passes with weights for the chosen samples only, in the same rows."""
-    step, micro_batches = taken.step, taken.micro_batches
+    step = taken.step
+    micro_batches = taken.micro_batches
     places = {index: taken.places[index] for index in chosen if index in taken.places}
     seen: list[MicroBatch] = []
     before: dict[int, Tensor] = {}  # by number of the micro-batch
-    policy, forward_backward, statistics = run.policy, run.policy.accumulate, run.policy.statistics
+    policy = run.policy
+    forward_backward = run.policy.accumulate
+    statistics = run.policy.statistics
 
     def restricted(batches: Sequence[MicroBatch], *args: Any, **kwargs: Any) -> list[PolicyLoss]:
         seen.extend(batches)
@@ -130,14 +134,16 @@ def accumulate(run: Run, taken: Taken, chosen: Sequence[int]) -> Accumulated:
         before.update((number, found[0]) for number, known in enumerate(micro_batches) if known is batch)
         return found
 
-    policy.accumulate, policy.statistics = restricted, recorded  # type: ignore[method-assign]
+    policy.accumulate = restricted  # type: ignore[method-assign]
+    policy.statistics = recorded  # type: ignore[method-assign]
     step.remember([(taken.update, micro_batches)])
     outputs = step.accumulate(taken.update, micro_batches)
     left = [_left(batch, taken.update.algorithm) for batch in seen]
     own = {}
     for index, (number, _, entries) in places.items():
         if number < len(outputs):
-            out, values = outputs[number], (before.get(number), seen[number].ref_logprob, left[number])
+            out = outputs[number]
+            values = (before.get(number), seen[number].ref_logprob, left[number])
             chosen_values = (None if value is None else value[entries].cpu() for value in values)
             own[index] = Own(out.logprob[entries].cpu(), out.entropy[entries].cpu(), *chosen_values)
     parameters = dict(policy.engine.module.lm.named_parameters())

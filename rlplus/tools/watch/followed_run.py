@@ -39,16 +39,21 @@ class MetricsFile:
     """metrics.jsonl as it grows: `steps` of its complete lines. A run that resumes replaces it by a shorter one."""
 
     def __init__(self, path: Path) -> None:
-        self.path, self.problem = path, ""
+        self.path = path
+        self.problem = ""
         self.steps: list[dict[str, Any]] = []
-        self._read, self._last = 0, b""  # bytes that were read, and the last line among them
+        self._read = 0  # bytes
+        self._last = b""  # the last line among them
 
     def update(self) -> bool:
         """Read what has been added, or all of another file; whether anything is different."""
         added = self._added()
         begun_again = added is None
         if added is None:  # done again by a resumed run, in other times; or removed
-            self.steps, self._read, self._last, self.problem = [], 0, b"", ""
+            self.steps = []
+            self._read = 0
+            self._last = b""
+            self.problem = ""
             added = self._added() or b""
         complete, end, _ = added.rpartition(b"\n")  # a line that is being written may follow
         if end:
@@ -102,8 +107,10 @@ class FollowedRun:
         clock: Callable[[], float] = time.monotonic,
         today: Callable[[], float] = time.time,
     ) -> None:
-        self.label, self.folder = label, folder
-        self._clock, self._today = clock, today
+        self.label = label
+        self.folder = folder
+        self._clock = clock
+        self._today = today
         self._metrics = MetricsFile(folder / "metrics.jsonl")
         self._config: tuple[Any, str] = (None, "")
         self._samples: dict[Path, tuple[Any, Moment | None, list[str]]] = {}
@@ -134,17 +141,20 @@ class FollowedRun:
             text = _text(path) if version else ""
             self.settings = RunData(text, ()).settings if text else {}
         except (OSError, ValueError):  # its values are for warnings only
-            text, self.settings = "", {}
+            text = ""
+            self.settings = {}
         self._config = version, text
         return True
 
     def _read_life(self) -> Life:
         try:
             now = json.loads(_text(self.folder / PROGRESS))
-            written, state = float(now["written"]), str(now["state"])
+            written = float(now["written"])
+            state = str(now["state"])
         except (OSError, ValueError, KeyError, TypeError):
             return Life("unknown")
-        clock, age = self._clock(), max(0.0, self._today() - written)
+        clock = self._clock()
+        age = max(0.0, self._today() - written)
         if self._seen is None:
             self._seen = written, clock - age
         elif written != self._seen[0]:  # it lives, whatever the clock of its machine says
@@ -156,7 +166,8 @@ class FollowedRun:
 
     def _read_samples(self) -> None:
         files = list(step_files(self.folder / SAMPLES).items())[-MOMENTS:]
-        before, self._samples = self._samples, {}
+        before = self._samples
+        self._samples = {}
         for path, step in files:
             if (version := _version(path)) is None:  # dropped by a resume just now
                 continue

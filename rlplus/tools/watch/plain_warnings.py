@@ -12,8 +12,13 @@ RECENT = 5  # steps whose means are looked at
 QUIET_S = 600.0  # time without a token, a grade or a micro-batch; an engine that hangs is ended after less
 NEAR_LIMIT = 0.5  # share of rollout.max_logprob_gap, above which the run stops
 OFF = 0.1  # share of tokens whose probabilities differ by more than 10%
-OLD, MOVED, CLIPPED = 1.0, 0.1, 0.2  # a batch's age in steps; the KL to its policy; the share of clipped ratios
-CUT, UNREAD, UNGRADED = 0.5, 0.5, 0.1  # shares of responses
+OLD = 1.0  # a batch's age in steps
+MOVED = 0.1  # the KL to the batch's policy
+CLIPPED = 0.2  # the share of clipped ratios
+# Shares of responses.
+CUT = 0.5
+UNREAD = 0.5
+UNGRADED = 0.1
 
 
 def warnings_of(run: FollowedRun) -> list[str]:
@@ -43,7 +48,8 @@ def _mean(steps: Sequence[Mapping[str, Any]], name: str) -> float | None:
 
 def _of_engine(steps: Sequence[Mapping[str, Any]], settings: Mapping[str, Any]) -> Iterator[str]:
     gap = _mean(steps, "mismatch/mean")
-    given, default = settings.get("rollout.max_logprob_gap"), MAX_LOGPROB_GAPS.get(settings.get("model.dtype", ""))
+    given = settings.get("rollout.max_logprob_gap")
+    default = MAX_LOGPROB_GAPS.get(settings.get("model.dtype", ""))
     limit = NEAR_LIMIT * given if given else default
     if gap is not None and limit and gap > limit:
         stops = (

@@ -126,7 +126,8 @@ class View:
 
 
 def card(run: FollowedRun, style: str) -> Card:
-    life, last = run.life, run.data.metrics[-1] if run.data.metrics else {}
+    life = run.life
+    last = run.data.metrics[-1] if run.data.metrics else {}
     state, tone = _STATES.get(life.state, (life.state, "done"))
     found = Card(run.label, style, state, tone, warnings=warnings_of(run), facts=_facts(run.data.metrics))
     found.shares = _shares(run.data.metrics[-RECENT:])
@@ -173,7 +174,8 @@ def _percent(share: float) -> float:
 
 def _facts(metrics: Sequence[Mapping[str, Any]]) -> list[Fact]:
     """Means of the last steps, with the change from as many before them; a step's time is the median."""
-    recent, before = metrics[-RECENT:], metrics[-2 * RECENT : -RECENT]
+    recent = metrics[-RECENT:]
+    before = metrics[-2 * RECENT : -RECENT]
     found = []
     for name, title, unit in (
         ("reward/internal", "reward", ""),
@@ -181,7 +183,8 @@ def _facts(metrics: Sequence[Mapping[str, Any]]) -> list[Fact]:
         ("actor/entropy_internal", "entropy", " nats"),
         ("tokens_per_second", "generation", " tokens/s"),
     ):
-        values, earlier = _values(recent, name), _values(before, name)
+        values = _values(recent, name)
+        earlier = _values(before, name)
         if not values:
             continue
         change = ""

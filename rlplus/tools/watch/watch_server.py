@@ -26,7 +26,9 @@ HEADERS = {
     "Referrer-Policy": "no-referrer",
     "X-Content-Type-Options": "nosniff",
 }
-JSON, TEXT, HTML = (f"{kind}; charset=utf-8" for kind in ("application/json", "text/plain", "text/html"))
+JSON = "application/json; charset=utf-8"
+TEXT = "text/plain; charset=utf-8"
+HTML = "text/html; charset=utf-8"
 PATIENCE_S = 30  # limit of a request
 
 logger = logging.getLogger(__name__)
@@ -38,7 +40,8 @@ class WatchServer(ThreadingHTTPServer):
     daemon_threads = True
 
     def __init__(self, view: View, port: int) -> None:
-        self.view, self.lock = view, Lock()  # one request at a time: a page in several tabs reads a folder once
+        self.view = view
+        self.lock = Lock()  # one request at a time: a page in several tabs reads a folder once
         self._token = secrets.token_urlsafe(24)
         super().__init__((ADDRESS, port), _Handler)
 
@@ -75,7 +78,8 @@ class WatchServer(ThreadingHTTPServer):
 
 class _Handler(BaseHTTPRequestHandler):
     server: WatchServer
-    server_version, sys_version = "rlplus", ""
+    server_version = "rlplus"
+    sys_version = ""
     timeout = PATIENCE_S
 
     def do_GET(self) -> None:
@@ -91,7 +95,9 @@ class _Handler(BaseHTTPRequestHandler):
             status, kind, text = self.server.answer(path)
         except Exception as error:  # the page says so, and the next request may find the folder whole
             logger.warning("the page could not be made: %r", error)
-            status, kind, text = 500, TEXT, f"the page could not be made: {type(error).__name__}: {error}\n"
+            status = 500
+            kind = TEXT
+            text = f"the page could not be made: {type(error).__name__}: {error}\n"
         self._send(status, kind, text)
 
     def _refuse(self) -> None:

@@ -64,7 +64,8 @@ def _leetcode(row: Row) -> tuple[str, str]:
 
 
 def _livecodebench(row: Row) -> tuple[str, str]:
-    question, starter = row["question_content"], row["starter_code"]
+    question = row["question_content"]
+    starter = row["starter_code"]
     if starter:
         question += f"\n\nUse this starter code:\n```python\n{starter.rstrip()}\n```"
     else:

@@ -25,7 +25,8 @@ def _objective(config: Sections) -> Objective:
 
 def _ratio_is_one(config: Sections) -> bool:
     """Whether the policy that trains is the one that sampled: then clip range and gate do not change the gradient."""
-    train, stale = config.train, config.train.overlap or config.rollout.segment
+    train = config.train
+    stale = config.train.overlap or config.rollout.segment
     return train.prompts_per_update in (None, train.prompts_per_step) and not stale
 
 

@@ -90,7 +90,9 @@ def recorded_config(values: Any) -> Config:
 
 def as_of_now(values: dict[str, Any]) -> dict[str, Any]:
     """The sections that an older version wrote down, with what they meant there."""
-    rollout, reward, train = values.get("rollout"), values.get("reward"), values.get("train")
+    rollout = values.get("rollout")
+    reward = values.get("reward")
+    train = values.get("train")
     if isinstance(rollout, dict):  # weights had a folder in 0.3.0; no sample differs
         values = values | {"rollout": {key: value for key, value in rollout.items() if key != "push_folder"}}
     if isinstance(reward, dict):  # and every response was graded as it was
@@ -186,7 +188,8 @@ def apply_override(data: dict[str, Any], override: str) -> None:
             raise ValueError(
                 f"want an override of stage {' or '.join(numbers)} as stages.1.key=value; got {override!r}"
             )
-        data, parts = stages[int(parts[1]) - 1], parts[2:]
+        data = stages[int(parts[1]) - 1]
+        parts = parts[2:]
     elif stages and all(_has(stage, parts) for stage in stages):
         raise ValueError(f"override {override!r} would have no effect: every stage has a value, want stages.1.{key}=")
     for depth, part in enumerate(parts[:-1], 1):
@@ -297,7 +300,8 @@ def problem_lines(detail: Any) -> list[str]:
 
 def _problem_lines(detail: Any) -> list[str]:
     key = ".".join(str(part) for part in detail["loc"] if part != "[key]")
-    kind, value = detail["type"], detail["input"]
+    kind = detail["type"]
+    value = detail["input"]
     prefix = f"{key}: " if key else ""
     if kind == "extra_forbidden":
         return []  # reported by name already

@@ -180,10 +180,8 @@ def read_chat_template(template: str) -> str:
     """The text of model.chat_template: the value itself if it has Jinja's braces, else the file that it names."""
     if _JINJA.search(template):
         return template
-    path, wanted = (
-        Path(template).expanduser(),
-        f"want model.chat_template a Jinja template or its file; got {template!r}",
-    )
+    path = Path(template).expanduser()
+    wanted = f"want model.chat_template a Jinja template or its file; got {template!r}"
     if not path.is_file():
         what = "it is a folder" if path.is_dir() else f"no such file (current directory: {Path.cwd()})"
         raise ValueError(f"{wanted}: {what}")

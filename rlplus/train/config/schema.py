@@ -45,7 +45,8 @@ class Config(Sections):
     @property
     def max_training_prompt(self) -> int:
         """Longest prompt; if a teacher sees more in it, the teacher's, with a token per byte of the template."""
-        recipe, longest = self.algorithm.resolve().recipe, self.data.max_prompt_length
+        recipe = self.algorithm.resolve().recipe
+        longest = self.data.max_prompt_length
         if not (template := recipe.demonstration_prompt):
             return longest
         longest += len(template.encode())
@@ -203,7 +204,8 @@ class Config(Sections):
             yield f"train.overlap does not support algorithm.recipe {name}"
 
     def _refill_problems(self) -> Iterator[str]:
-        algorithm, size = self.algorithm.resolve(), self.rollout.group_size
+        algorithm = self.algorithm.resolve()
+        size = self.rollout.group_size
         if algorithm.refill is None or not algorithm.generates:
             return
         if size < (wanted := 2 + algorithm.demonstrates_in_place):
@@ -218,7 +220,8 @@ class Config(Sections):
 
     def _option_problems(self) -> Iterator[str]:
         """Options of the algorithm that contradict another one, or the run."""
-        algorithm, zero = self.algorithm.resolve(), self.train.deepspeed.get("zero_optimization", {})
+        algorithm = self.algorithm.resolve()
+        zero = self.train.deepspeed.get("zero_optimization", {})
         changed = algorithm.shaping is not None or algorithm.reward_kl_coef > 0
         if algorithm.advantage in ("mean", "pass@k") and changed:
             yield (
@@ -248,7 +251,8 @@ class Config(Sections):
 
     def _learner_problems(self) -> Iterator[str]:
         """Problems of recipes that train models alongside the policy."""
-        algorithm, train = self.algorithm.resolve(), self.train
+        algorithm = self.algorithm.resolve()
+        train = self.train
         recipe = f"algorithm.recipe {algorithm.recipe.name}"
         if not algorithm.recipe.learners:
             return
@@ -281,7 +285,8 @@ class Config(Sections):
 
     def _size_problems(self) -> Iterator[str]:
         """Samples that are too long for a micro-batch or the model, or too many for a step."""
-        parallel, budget = self.train.sequence_parallel, self.train.tokens_per_micro_batch
+        parallel = self.train.sequence_parallel
+        budget = self.train.tokens_per_micro_batch
         if self.max_sample_length > budget * parallel:
             ranks = f" on each of {parallel} ranks" if parallel > 1 else ""
             yield (
@@ -296,7 +301,8 @@ class Config(Sections):
                 f"the longest prompt{whose} and response have {longest} tokens together: "
                 f"want model.scratch.max_position_embeddings at least that; got {scratch.max_position_embeddings}"
             )
-        prompts, group = self.train.prompts_per_step, self.rollout.group_size
+        prompts = self.train.prompts_per_step
+        group = self.rollout.group_size
         if prompts * group > MANY:
             yield f"want train.prompts_per_step times rollout.group_size at most {MANY}; got {prompts} times {group}"
         elif (responses := (1 + self.rollout.waiting) * prompts * group) > MANY:

@@ -164,7 +164,8 @@ class RewardConfig(Section):
     def stated(self) -> "RewardConfig":
         """The same with the values that cut_off and box have by auto: two of them that mean the same are equal."""
         functions = {":" in name for name in self.names}
-        cut_off, box = self.cut_off, self.box
+        cut_off = self.cut_off
+        box = self.box
         if cut_off == "auto" and len(functions) == 1:
             cut_off = "grade" if True in functions else "zero"
         if box == "auto" and "math_verify" not in self.names:

@@ -7,7 +7,9 @@ from collections.abc import Iterable
 
 from rlplus.train.config import openrlhf_names, trl_names, verl_names
 
-TRL, VERL, OPENRLHF = trl_names.NAMES, verl_names.NAMES, openrlhf_names.NAMES
+TRL = trl_names.NAMES
+VERL = verl_names.NAMES
+OPENRLHF = openrlhf_names.NAMES
 
 # Words of no one trainer, and of rlplus 0.3.0.
 COMMON = {
@@ -54,7 +56,8 @@ def synonym(key: str) -> str | None:
     """The meaning of an unknown key elsewhere, as in "TRL's beta is algorithm.objective.kl_coef here"."""
     if (name := ending(key, VERL)) is not None and VERL[name] != key:
         return _meant("verl", name, VERL[name])
-    last, flag = (text.lstrip("-").replace("-", "_") for text in (key.rpartition(".")[2], key))
+    flag = key.lstrip("-").replace("-", "_")
+    last = key.rpartition(".")[2].lstrip("-").replace("-", "_")
     common = ending(flag, COMMON)
     for trainer, names, name in (("TRL", TRL, last), ("OpenRLHF", OPENRLHF, flag), ("OpenRLHF", OPENRLHF, last)):
         if name in names and (key.startswith("-") or common is None):

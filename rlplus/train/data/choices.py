@@ -6,7 +6,9 @@ from typing import Any
 from rlplus.train.data.row_files import Row, get_column
 
 NAMES = ("choices", "options", "endings", "answers", "question.choices")
-_LABELS, _TEXTS = ("label", "labels", "key", "id"), ("text", "texts", "value", "content")  # keys of dicts
+# Keys of dicts.
+_LABELS = ("label", "labels", "key", "id")
+_TEXTS = ("text", "texts", "value", "content")
 
 Choices = dict[str, str]  # the texts by their labels
 
@@ -51,14 +53,18 @@ def _choices(value: Any) -> Choices:
     Dicts are ARC's {"text": [...], "label": [...]}, {"text": ..., "label": ...} in a list, and {"A": ..., "B": ...}.
     """
     if isinstance(value, list) and value and all(isinstance(each, dict) for each in value):
-        texts, labels = ([_named(each, names) for each in value] for names in (_TEXTS, _LABELS))
+        texts = [_named(each, _TEXTS) for each in value]
+        labels = [_named(each, _LABELS) for each in value]
     elif isinstance(value, dict):
-        texts, labels = _named(value, _TEXTS), _named(value, _LABELS)
+        texts = _named(value, _TEXTS)
+        labels = _named(value, _LABELS)
         if texts is None and all(len(str(key)) == 1 for key in value):
             named = {key: text for key, text in value.items() if text is not None}  # Parquet has every row's letters
-            texts, labels = list(named.values()), list(named)
+            texts = list(named.values())
+            labels = list(named)
     else:
-        texts, labels = value, None
+        texts = value
+        labels = None
     if not isinstance(texts, list) or not all(isinstance(text, str | int | float) for text in texts):
         return {}
     if not isinstance(labels, list) or len(labels) != len(texts) or None in labels:

@@ -25,11 +25,13 @@ def find_ends(model: ModelConfig, tokenizer: PreTrainedTokenizerBase, path: str 
     These are the end of the template's turns, what `generation_config.json` names (without it, `config.json`) and the
     tokenizer's `eos_token`, in this order. ValueError for tokens that the tokenizer or the model does not have.
     """
-    settings, config = (_read(path or model.path, name) for name in ("generation_config.json", "config.json"))
+    settings = _read(path or model.path, "generation_config.json")
+    config = _read(path or model.path, "config.json")
     if model.end_tokens is not None:
         found = [_id(tokenizer, token) for token in model.end_tokens]
     else:
-        turn, named = turn_end(tokenizer), _ids(settings) or _ids(config)
+        turn = turn_end(tokenizer)
+        named = _ids(settings) or _ids(config)
         found = [token for token in (turn, *named, tokenizer.eos_token_id) if token is not None]
     vocabulary = _field(config, "vocab_size")
     if vocabulary is not None and (outside := [token for token in found if not 0 <= token < vocabulary]):

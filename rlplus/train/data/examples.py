@@ -112,18 +112,13 @@ def read_examples(
     examples: list[Example] = []
     shared: dict[int, int] = {}  # an int for each id: copies in long demonstrations would fill gigabytes
     parsed = _parse_rows(config, layout, wanted, teacher_template, shows_responses)
-    rows, last, sizes = _naming_key(parsed, config, section), -1, (len(tokenizer), topk)
+    rows = _naming_key(parsed, config, section)
+    last = -1
     activity.rows.begin(0)
     while chunk := list(islice(rows, CHUNK)):
-        prompts = encode_prompts([(r.where, r.prompt, r.tools) for r in chunk], tokenizer, config.response_prefix)
-        demonstrations = _encode_demonstrations(chunk, tokenizer, ends)
-        shown = [(r.where, r.teacher_prompt, r.tools) for r in chunk if r.teacher_prompt is not None]
-        teachers = iter(encode_prompts(shown, tokenizer, config.response_prefix, shows_responses))
-        for row, prompt, demonstration in zip(chunk, prompts, demonstrations, strict=True):
-            if not prompt:
-                raise ValueError(f"{row.where}: want a prompt of at least one token; got {row.prompt!r}")
-            teacher_prompt = None if row.teacher_prompt is None else tuple(next(teachers))
-            counted, last = row.index == last, row.index
+        for row, prompt, demonstration, teacher_prompt in _encoded(chunk, tokenizer, config, shows_responses, ends):
+            counted = row.index == last
+            last = row.index
             if not counted:
                 report.count_row(row.where, row.prompt, len(prompt))
             dropped = "answers_missing" if row.answer is None else "prompts_too_long"
@@ -135,7 +130,8 @@ def read_examples(
             if demonstration is not None:
                 report.demonstration_lengths.append(len(demonstration))
                 if len(demonstration) > max_demonstration_length:
-                    demonstration, noted = None, "demonstrations_too_long"
+                    demonstration = None
+                    noted = "demonstrations_too_long"
             if noted is not None:
                 report.count(noted, row.where)
             report.kept += not counted
@@ -148,13 +144,33 @@ def read_examples(
                     None if demonstration is None else tuple(map(shared.setdefault, demonstration, demonstration)),
                     row.benchmark,
                     behavior_logprob=logprobs(config, row.where, row.behavior_logprob, demonstration),
-                    teacher_topk=fitting(config.teacher_topk, row.where, row.teacher_topk, demonstration, *sizes),
+                    teacher_topk=fitting(
+                        config.teacher_topk, row.where, row.teacher_topk, demonstration, len(tokenizer), topk
+                    ),
                     columns=row.columns,
                     teacher_prompt=None if demonstration is None and not shows_responses else teacher_prompt,
                 )
             )
         activity.rows.add(report.rows - activity.rows.done)
     return examples, report
+
+
+def _encoded(
+    chunk: Sequence[_Parsed],
+    tokenizer: PreTrainedTokenizerBase,
+    config: DataConfig,
+    shows_responses: bool,
+    ends: Sequence[int],
+) -> Iterator[tuple[_Parsed, list[int], list[int] | None, tuple[int, ...] | None]]:
+    """Each row, with the token ids of its prompt, of its demonstration and of its teacher's prompt."""
+    prompts = encode_prompts([(r.where, r.prompt, r.tools) for r in chunk], tokenizer, config.response_prefix)
+    shown = [(r.where, r.teacher_prompt, r.tools) for r in chunk if r.teacher_prompt is not None]
+    teachers = iter(encode_prompts(shown, tokenizer, config.response_prefix, shows_responses))
+    demonstrations = _encode_demonstrations(chunk, tokenizer, ends)
+    for row, prompt, demonstration in zip(chunk, prompts, demonstrations, strict=True):
+        if not prompt:
+            raise ValueError(f"{row.where}: want a prompt of at least one token; got {row.prompt!r}")
+        yield row, prompt, demonstration, None if row.teacher_prompt is None else tuple(next(teachers))
 
 
 def _naming_key(rows: Iterator[_Parsed], config: DataConfig, section: str) -> Iterator[_Parsed]:

@@ -43,7 +43,8 @@ def load_problems(
     """
     sources = read_problems(config, tokenizer)
     assert config.data is not None
-    plain, rows = (sum(getattr(source.report, name) for source in sources) for name in ("plain", "rows"))
+    plain = sum(source.report.plain for source in sources)
+    rows = sum(source.report.rows for source in sources)
     if ends is not None and plain < rows and (warning := turn_warning(tokenizer, ends)):
         logger.warning("%s", warning)
     if chat_expected and plain and tokenizer.chat_template is not None and config.data.template == "own":

@@ -78,7 +78,8 @@ def _parquet(path: Path, columns: Sequence[str] | None) -> Iterator[tuple[str, R
 def _in_schema(schema: Any, column: str) -> bool:
     if column in schema.names:
         return True
-    fields, kind = {field.name: field for field in schema}, None
+    fields = {field.name: field for field in schema}
+    kind = None
     for part in column.split("."):
         if part not in fields:
             return False

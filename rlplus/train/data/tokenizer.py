@@ -96,13 +96,16 @@ def token_texts(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int]) -> li
     if "".join(texts) == decode(tokens):
         return texts
     # Some have bytes of a character, or depend on those before them: the text that each adds to a short window.
-    texts, start, read = [], 0, 0
+    texts = []
+    start = 0
+    read = 0
     for stop in range(1, len(tokens) + 1):
         text = decode(tokens[start:stop])
         pending = text.endswith("\ufffd") and stop - read < UTF8_BYTES and stop < len(tokens)
         texts.append("" if pending else text[len(decode(tokens[start:read])) :])
         if not pending:
-            start, read = read, stop
+            start = read
+            read = stop
     return texts
 
 

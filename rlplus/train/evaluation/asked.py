@@ -15,7 +15,8 @@ from rlplus.train.reward import rules_of
 Asked = Mapping[str, str]  # settings by key; "model" and "data" have <place>@<hash>, and the place may change
 
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".gguf")
-_BLOCKS, _BLOCK = 16, 1 << 16  # hashed parts of a file of weights: number and bytes
+_BLOCKS = 16  # hashed parts of a file of weights
+_BLOCK = 1 << 16  # bytes of such a part
 # The engine's settings that change no distribution, or are for training alone.
 _FREE = {key.removeprefix("rollout.") for key in MAY_CHANGE if key.startswith("rollout.")} | {
     "group_size",
@@ -80,7 +81,8 @@ def comparable(asked: Asked) -> dict[str, str]:
 
 def differences(there: Asked, asked: Asked) -> list[str]:
     """The differences, such as "evaluation.samples 5 (asked: 8)"."""
-    one, other = comparable(there), comparable(asked)
+    one = comparable(there)
+    other = comparable(asked)
     keys = [key for key in dict.fromkeys([*asked, *there]) if one.get(key) != other.get(key)]
     return [f"{key} {there.get(key, 'default')} (asked: {asked.get(key, 'default')})" for key in keys]
 

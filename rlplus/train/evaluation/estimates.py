@@ -107,7 +107,8 @@ def _resamples(sizes: tuple[int, ...]) -> Iterator[tuple[int, NDArray[np.intp], 
     generator = np.random.RandomState(0)
     chosen = _draw(len(sizes), (_REPLICATES, len(sizes)), generator)
     for seed, size in enumerate(sizes):
-        places, most = np.argwhere(chosen == seed), max(1, _INDICES_AT_ONCE // size)
+        places = np.argwhere(chosen == seed)
+        most = max(1, _INDICES_AT_ONCE // size)
         for part in (places[start : start + most] for start in range(0, len(places), most)):
             yield seed, part, _draw(size, (len(part), size), generator)
 
@@ -116,7 +117,8 @@ def _of_same_problems(seeds: Sequence[Array]) -> Array:
     """Means (replicates,) over resampled seeds and resampled problems, the same in all seeds."""
     generator = np.random.RandomState(0)
     values = np.stack(seeds)
-    seed_shares, problem_shares = (_shares(size, generator) for size in values.shape)
+    seed_shares = _shares(len(seeds), generator)
+    problem_shares = _shares(values.shape[1], generator)
     means: Array = (seed_shares @ values * problem_shares).sum(1)
     return means
 

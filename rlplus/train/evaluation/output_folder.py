@@ -54,7 +54,8 @@ def others_in(output: Path, asked: Mapping[str, Asked]) -> dict[Path, list[str]]
         ours = asked.get(there.get("benchmark", ""))
         if ours is None:
             model = next(iter(asked.values()))["model"]
-            there, ours = {"model": there.get("model", model)}, {"model": model}
+            there = {"model": there.get("model", model)}
+            ours = {"model": model}
         if different := differences(there, ours):
             found[path] = different
     return found

@@ -6,7 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -72,8 +72,7 @@ def evaluate(
         raise ValueError("want at least one problem to evaluate on, got none")
     if not k or min(k) < 1 or max(k) > samples:
         raise ValueError(f"want every k in 1..samples={samples}, got k={list(k)}")
-    graded, correct, statuses = list[int](), list[int](), Counter[str]()
-    tokens, truncated, reward, seconds = 0, 0, 0.0, 0.0
+    sums = _Sums()
     counts = [samples * example.rows for example in examples]
     for start, stop in _calls(counts, max_tokens):
         if kept is None or (call := kept.read(start, stop)) is None:
@@ -84,34 +83,52 @@ def evaluate(
             call = Call(time.monotonic() - began, [_graded(answer) for answer in answers])
             if kept is not None:
                 kept.write(start, stop, name, call.seconds, answers)
-        seconds += call.seconds
-        tokens += sum(sample.tokens for sample in call.samples)
-        truncated += sum(sample.truncated for sample in call.samples)
-        statuses.update(sample.status for sample in call.samples)
-        values = iter([sample.reward for sample in call.samples])
-        for count in counts[start:stop]:
-            known = [value for value in islice(values, count) if not math.isnan(value)]
-            graded.append(len(known))
-            correct.append(sum(value >= 1 for value in known))
-            reward += sum(known)
-        progress(len(correct))
+        sums.add(call, counts[start:stop])
+        progress(len(sums.correct))
     total = sum(counts)
-    if failed := total - sum(graded):
+    graded = sum(sums.graded)
+    if failed := total - graded:
         logger.warning("%s: the grader failed on %d of %d samples, which count for no problem", name, failed, total)
     return Evaluation(
         name=name,
         problems=tuple(example.index for example in examples),
-        n=tuple(graded),
-        correct=tuple(correct),
+        n=tuple(sums.graded),
+        correct=tuple(sums.correct),
         k=tuple(k),
         temperature=temperature,
         seed=seed,
-        mean_response_length=tokens / total,
-        truncated_share=truncated / total,
-        statuses=dict(statuses),
-        mean_reward=reward / sum(graded) if sum(graded) else None,
-        seconds=seconds,
+        mean_response_length=sums.tokens / total,
+        truncated_share=sums.truncated / total,
+        statuses=dict(sums.statuses),
+        mean_reward=sums.reward / graded if graded else None,
+        seconds=sums.seconds,
     )
+
+
+@dataclass
+class _Sums:
+    """Of the samples so far. graded, correct: numbers of samples of each problem."""
+
+    graded: list[int] = field(default_factory=list)
+    correct: list[int] = field(default_factory=list)
+    statuses: Counter[str] = field(default_factory=Counter)
+    tokens: int = 0
+    truncated: int = 0
+    reward: float = 0.0
+    seconds: float = 0.0
+
+    def add(self, call: Call, counts: Sequence[int]) -> None:
+        """counts: the number of samples of each problem of this call."""
+        self.seconds += call.seconds
+        self.tokens += sum(sample.tokens for sample in call.samples)
+        self.truncated += sum(sample.truncated for sample in call.samples)
+        self.statuses.update(sample.status for sample in call.samples)
+        values = iter([sample.reward for sample in call.samples])
+        for count in counts:
+            known = [value for value in islice(values, count) if not math.isnan(value)]
+            self.graded.append(len(known))
+            self.correct.append(sum(value >= 1 for value in known))
+            self.reward += sum(known)
 
 
 def _answers(
@@ -141,7 +158,8 @@ def _answers(
 
 
 def _graded(answer: Answer) -> Graded:
-    score, completion = answer.score, answer.completion
+    score = answer.score
+    completion = answer.completion
     return Graded(score.value, score.status, len(completion.tokens), completion.truncated)
 
 
@@ -168,7 +186,8 @@ def _calls(counts: Sequence[int], max_tokens: int) -> Iterator[tuple[int, int]]:
     for i, count in enumerate(counts):
         if i > start and held + count > most:
             yield start, i
-            start, held = i, 0
+            start = i
+            held = 0
         held += count
     yield start, len(counts)
 
@@ -328,7 +347,8 @@ def evaluate_benchmarks(
     section: `evaluation` or `validation`. ask: calls a function with the engine and returns its answer.
     """
     rank, ranks = _rank_of()
-    results, before = {}, 0
+    results = {}
+    before = 0
     for name, examples in _by_benchmark(section, problems).items():
         own = examples[rank::ranks]
         question = partial(

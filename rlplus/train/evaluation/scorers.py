@@ -13,7 +13,8 @@ class Scorers:
 
     def __init__(self, config: Config, section: EvaluationConfig, run: Scorer | None = None) -> None:
         """section: `evaluation` or `validation`. run: the scorer of the run's own reward, reused and left open."""
-        self._reward, self._section = config.reward, section
+        self._reward = config.reward
+        self._section = section
         self._stack = ExitStack()
         self._made = {} if run is None else {_key(config.reward, config.data.columns): run}
 
@@ -25,7 +26,8 @@ class Scorers:
 
     def of(self, benchmark: str) -> Scorer:
         assert self._section.data is not None
-        reward, columns = reward_of(self._reward, self._section, benchmark), self._section.data.columns
+        reward = reward_of(self._reward, self._section, benchmark)
+        columns = self._section.data.columns
         if (key := _key(reward, columns)) not in self._made:
             self._made[key] = self._stack.enter_context(Scorer(reward, columns))
         return self._made[key]

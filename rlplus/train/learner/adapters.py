@@ -84,7 +84,8 @@ def adapter_weights(lm: nn.Module) -> Iterator[tuple[str, list[nn.Parameter], Ca
 
 class _Merged:
     def __init__(self, layer: Any, base: nn.Parameter) -> None:
-        self.layer, self.base = layer, base
+        self.layer = layer
+        self.base = base
 
     @torch.no_grad()
     def __call__(self) -> Tensor:

@@ -37,7 +37,9 @@ class Learner:
     def __init__(
         self, config: Config, model_path: str, model_config: PretrainedConfig, own: Optimization | None = None
     ) -> None:
-        self.config, self.model_config, self._own = config, model_config, own
+        self.config = config
+        self.model_config = model_config
+        self._own = own
         self._skipped_norms: list[float] = []  # the last update's, if it was skipped for its norm
         self.device = this_device()
         train = config.train
@@ -183,7 +185,8 @@ def _norm_limit(optimizer: Any, limit: float) -> Iterator[list[float]]:
     """
     stage3 = hasattr(optimizer, "_get_norm_groups")  # which has no method for the norm of all groups
     name = "_get_norm_groups" if stage3 else "scaled_global_norm"
-    compute, above = getattr(optimizer, name), list[float]()
+    compute = getattr(optimizer, name)
+    above = list[float]()
 
     def limited() -> Any:
         norms = compute()
@@ -226,7 +229,8 @@ def this_device() -> torch.device:
 @torch.no_grad()
 def _first_nonfinite(lm: nn.Module, device: torch.device) -> str:
     """The first parameter with NaN or infinity on any rank; under ZeRO-3 each looks at its shard."""
-    names, extremes = [], [torch.zeros(2, device=device)]
+    names = []
+    extremes = [torch.zeros(2, device=device)]
     parameter: Any
     for name, parameter in lm.named_parameters():
         own = parameter.flatten()

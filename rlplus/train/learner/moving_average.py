@@ -25,7 +25,8 @@ class MovingAverage:
     """
 
     def __init__(self, policy: Policy, rate: float) -> None:
-        self.policy, self.rate = policy, rate
+        self.policy = policy
+        self.rate = rate
         if policy.reference is not None:
             self._rounded = {name: p.detach() for name, p in policy.reference.lm.named_parameters()}
         else:
@@ -91,21 +92,25 @@ def _grouped(wholes: Iterable[Tensor], most: int) -> Iterator[list[_Piece]]:
     pieces: list[_Piece] = []
     room = most
     for numbers in wholes:
-        start, size = 0, _part_size(numbers)
+        start = 0
+        size = _part_size(numbers)
         while start < size:
             stop = min(size, start + room)
             pieces.append(_Piece(numbers, start, stop))
-            start, room = stop, room - (stop - start)
+            room = room - (stop - start)
+            start = stop
             if not room:
                 yield pieces
-                pieces, room = [], most
+                pieces = []
+                room = most
     if pieces:
         yield pieces
 
 
 def _exchange(pieces: Sequence[_Piece]) -> None:
     """Receive all others' numbers of the pieces, by one collective. Collective."""
-    rank, world = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
+    world = dist.get_world_size()
     sizes = [piece.stop - piece.start for piece in pieces]
     sent = pieces[0].numbers.new_zeros(sum(sizes))  # zeros where a part is shorter than the first rank's
     for (numbers, start, stop), into in zip(pieces, sent.split(sizes), strict=True):
@@ -123,7 +128,8 @@ def _exchange(pieces: Sequence[_Piece]) -> None:
 
 def _part(whole: Tensor, rank: int) -> Tensor:
     """A rank's part of the numbers in a row; parts of all ranks are the whole. None is larger than the first one's."""
-    numbers, size = whole.view(-1), _part_size(whole)
+    numbers = whole.view(-1)
+    size = _part_size(whole)
     return numbers[size * rank : size * (rank + 1)]
 
 

@@ -43,12 +43,15 @@ class Spans:
     def places(self, device: torch.device) -> _Places:
         """The same for every layer."""
         if self._places is None:
-            found, shapes, back = [], [], torch.empty(sum(map(sum, self.rows)), dtype=torch.long)
+            found = []
+            shapes = []
+            back = torch.empty(sum(map(sum, self.rows)), dtype=torch.long)
             count = 0
             for group in _groups([length for row in self.rows for length in row]):
                 start, length = torch.tensor(group).T[:, :, None]
                 column = torch.arange(group[0][1])
-                each, real = start + torch.minimum(column, length - 1), column < length
+                each = start + torch.minimum(column, length - 1)
+                real = column < length
                 back[each[real]] = count + real.flatten().nonzero().flatten()
                 found.append(each.flatten())
                 shapes.append((len(group), len(column)))
@@ -133,11 +136,13 @@ def _one_by_one(
     *args: Any,
     **options: Any,
 ) -> Tensor:
-    rows, count = [], len(inputs[0])
+    rows = []
+    count = len(inputs[0])
     masks = [None] * count if mask is None else mask.expand(count, -1, -1, -1).unbind()
     # Not by slices: in the backward pass each of them would be padded with zeros to the size of the whole.
     for lengths, whole, *qkv in zip(spans.rows, masks, *(x.unbind() for x in inputs), strict=True):
-        apart, begin = [], 0
+        apart = []
+        begin = 0
         for parts in zip(*(each.split(lengths, 1) for each in qkv), strict=True):
             own = slice(begin, begin := begin + parts[0].shape[1])
             each = (part[None] for part in parts)

@@ -38,7 +38,10 @@ class PackedModel(nn.Module):
         replay: bool = False,
     ) -> None:
         super().__init__()
-        self.lm, self.group, self.gathers_head, self.masks = lm, group, gathers_head, masks
+        self.lm = lm
+        self.group = group
+        self.gathers_head = gathers_head
+        self.masks = masks
         self.replay = RoutingReplay(lm) if replay else None
         register()
         self.transform = logit_transform(lm)

@@ -164,7 +164,8 @@ def weights_fingerprint(path: str) -> str | None:
         found: str | None = cached_file(path, name, _raise_exceptions_for_missing_entries=False)
         return found
 
-    config, index = find("config.json"), find("model.safetensors.index.json")
+    config = find("config.json")
+    index = find("model.safetensors.index.json")
     names = ["model.safetensors"]
     if index is not None:
         names = sorted(set(json.loads(Path(index).read_text())["weight_map"].values()))
@@ -318,7 +319,8 @@ def check_positions(config: Config, model_config: PretrainedConfig, *, trains: b
     places = positions(model_config)
     if places is not None and longest > places:
         evaluates = not trains or config.max_generation_length > config.max_sample_length
-        whose, section = (" of an evaluation", "evaluation.data") if evaluates else ("", "data")
+        whose = " of an evaluation" if evaluates else ""
+        section = "evaluation.data" if evaluates else "data"
         teachers = "" if evaluates else config.teachers
         raise ValueError(
             f"the longest prompt{teachers} and response{whose} have {longest} tokens together, the model has "

@@ -39,7 +39,8 @@ class ProcessModel(Policy):
         return [OutcomeLoss(out.loss / ranks) for out in outputs]
 
     def _outcome_op(self, beta: float, ranks: int, batch: MicroBatch) -> Callable[..., OutcomeLoss]:
-        reference, outcome = self.logprob(batch, reference=True), batch.returns
+        reference = self.logprob(batch, reference=True)
+        outcome = batch.returns
         assert outcome is not None, "want samples with returns"
         weight = batch.token_weight * ranks  # DeepSpeed averages gradients over ranks, the weights are global already
 

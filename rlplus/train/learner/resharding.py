@@ -107,7 +107,9 @@ def _stage3_state(engine: Any, model: Mapping[str, Any], shards: Sequence[Mappin
 def _frozen(models: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
     """This rank's parts of the parameters that do not train, where ZeRO-3 has them in its checkpoint."""
     shapes = [{name: shape} for name, shape in models[0][FROZEN_PARAM_SHAPES].items()]  # a flat tensor for each
-    ranks, world, rank = len(models), dist.get_world_size(), dist.get_rank()
+    ranks = len(models)
+    world = dist.get_world_size()
+    rank = dist.get_rank()
     before = [_in_parts(shapes, r, ranks) for r in range(ranks)]
     sizes = [_part(shape, world) for each in shapes for shape in each.values()]
     names = [name for each in shapes for name in each]
@@ -121,7 +123,8 @@ def _in_a_row(groups: Shapes, sizes: Sequence[int], rank: int) -> Layout:
     for group, (shapes, size) in enumerate(zip(groups, sizes, strict=True)):
         start = -rank * size  # where the parameter begins; earlier ranks may have that place
         for name, shape in shapes.items():
-            low, high = max(0, start), min(size, start + shape.numel())
+            low = max(0, start)
+            high = min(size, start + shape.numel())
             if low < high:
                 layout[name] = Piece(group, low, low - start, high - low)
             start += shape.numel()
@@ -168,7 +171,8 @@ class _Move(NamedTuple):
         """The ranks that have numbers of the piece: where they are to be, where they are, and how many."""
         for rank, layout in enumerate(self.before):
             if (other := layout.get(name)) is not None:
-                low, high = max(piece.first, other.first), min(piece.first + piece.length, other.first + other.length)
+                low = max(piece.first, other.first)
+                high = min(piece.first + piece.length, other.first + other.length)
                 if low < high:
                     yield rank, piece.start + low - piece.first, other.start + low - other.first, high - low
 

@@ -36,7 +36,8 @@ class SequenceGroup:
             kind = model_config.model_type
             raise ValueError(f"train.sequence_parallel: want a model without sliding windows; got {kind} with some")
         groups = [dist.new_group(list(range(first, first + size))) for first in range(0, world, size)]
-        self.size, self.group = size, groups[dist.get_rank() // size]
+        self.size = size
+        self.group = groups[dist.get_rank() // size]
         _register(attention)
 
     def inputs(self, batch: MicroBatch, config: PretrainedConfig, dtype: torch.dtype) -> dict[str, Any]:
@@ -145,13 +146,15 @@ def check_attention(hidden: Callable[[MicroBatch], Tensor], vocabulary: int, par
         shard = probe_batch(vocabulary, parallel, ends)
         return hidden(shard).float(), shard.sequence
 
-    (base, sequence), (changed, _) = states(0), states(1)
+    base, sequence = states(0)
+    changed, _ = states(1)
     change = (changed - base).abs()
     scale = float(base.abs().max()) if len(base) else 1.0
     leaks = bool((change[sequence == 1] > 1e-3 * scale).any())
     own = change[sequence == 0]
     blind = len(own) > 0 and not bool((own[-1] > 0).any())
-    leaks, blind = bool(agree.largest(leaks)), bool(agree.largest(blind))
+    leaks = bool(agree.largest(leaks))
+    blind = bool(agree.largest(blind))
     if leaks or blind:
         problem = "see each other" if leaks else "do not see their own past"
         raise ValueError(

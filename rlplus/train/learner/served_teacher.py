@@ -39,7 +39,8 @@ def given_topk(batch: MicroBatch) -> dict[str, Any]:
 class GivenTeacher:
     """The teacher whose likeliest tokens are a column of the data, beside the demonstrations."""
 
-    name, fingerprint = "data.teacher_topk", None  # the data have one of their own
+    name = "data.teacher_topk"
+    fingerprint = None  # the data have one of their own
 
     def head(self, batch: MicroBatch) -> dict[str, Any]:
         """A `Teach` of the likeliest tokens."""
@@ -55,15 +56,18 @@ class ServedTeacher:
 
     def __init__(self, url: str, k: int, policy: Policy, model_path: str) -> None:
         # More are asked for than used: in a larger head than the policy's, rows may be among them that are no token.
-        self._k, self._told = k, k + -(-k // 4)
+        self._k = k
+        self._told = k + -(-k // 4)
         self._timeout_s = policy.config.rollout.progress_timeout_s
-        self._url, self.name = split(url, TEACHER), f"the teacher at {url}"
+        self._url = split(url, TEACHER)
+        self.name = f"the teacher at {url}"
         self._rows = policy.model_config.get_text_config(decoder=True).vocab_size
         want = f"{KEY}: want at {url} a server started with: vllm serve MODEL"
         http = Requests(self._url, TEACHER)
         try:
             served = http.ask("GET", "/v1/models", timeout_s=PATIENCE_S)["data"][0]
-            self._model, self.fingerprint = served["id"].a(str), str(served["root"].value)
+            self._model = served["id"].a(str)
+            self.fingerprint = str(served["root"].value)
             longest = served["max_model_len"].a(int)
             differing = self._differing(
                 http, load_tokenizer(policy.config.model, model_path), min(longest - 1, DECODED)
@@ -104,8 +108,10 @@ class ServedTeacher:
 
     def _asked(self, samples: Sequence[Sample]) -> list[tuple[Tensor, tuple[Tensor, Tensor]]]:
         """SharedFailure, on all ranks, if the server does not answer one of them, or not as vLLM does."""
-        found, failure = [], None
-        http, pool = Requests(self._url, TEACHER), ThreadPoolExecutor(CONNECTIONS)
+        found = []
+        failure = None
+        http = Requests(self._url, TEACHER)
+        pool = ThreadPoolExecutor(CONNECTIONS)
         try:
             asked = [pool.submit(self._ask, http, [*s.prompt, *s.response], len(s.prompt)) for s in samples]
             wait(asked, return_when=FIRST_EXCEPTION)

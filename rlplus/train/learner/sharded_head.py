@@ -53,7 +53,8 @@ class ShardedHead:
         **options: Any,
     ) -> PolicyLoss:
         """`linear_policy_loss` of this rank's tokens, with the rows' gradient of all ranks' tokens. Collective."""
-        own, rows = _Own(hidden), self.rows(hidden.device)
+        own = _Own(hidden)
+        rows = self.rows(hidden.device)
         if self.weight.requires_grad and torch.is_grad_enabled():
             if self._gradient is None:
                 self._gradient = torch.zeros_like(rows, dtype=torch.float32)
@@ -68,7 +69,8 @@ class ShardedHead:
             group=self.group,
             **options,
         )
-        logprob, entropy = out.logprob[own.rows], out.entropy[own.rows]
+        logprob = out.logprob[own.rows]
+        entropy = out.entropy[own.rows]
         mine = token_loss(logprob, entropy, constants, objective)
         loss = out.loss + (mine.loss - out.loss).detach()  # the value of this rank's tokens, with everybody's gradient
         of_all = {name: out.stats[name] / dist.get_world_size() for name in SAMPLED_STATS if name in out.stats}
@@ -78,7 +80,8 @@ class ShardedHead:
         """Give DeepSpeed the mean over ranks of the rows' gradient, as it makes it of the other parameters'."""
         if not self.weight.requires_grad:
             return
-        gradient, self._gradient = self._gradient, None
+        gradient = self._gradient
+        self._gradient = None
         if gradient is None:  # no token of this update had one
             gradient = torch.zeros(self.weight.ds_tensor.shape, device=self.weight.device)
         safe_set_local_grad(self.weight, gradient.div_(dist.get_world_size()))

@@ -23,7 +23,8 @@ class StoredTeacher:
 
     def __init__(self, folder: str, policy: Policy, model_path: str) -> None:
         self._states = TeacherStates(folder)
-        part, facts = policy.config.model, self._states.facts
+        part = policy.config.model
+        facts = self._states.facts
         self.name = f"{KEY} {folder}"
         self.fingerprint = facts["fingerprint"]
         if len(found := set(agree.gathered(self.fingerprint))) > 1:
@@ -46,7 +47,8 @@ class StoredTeacher:
 
     def head(self, batch: MicroBatch) -> dict[str, Any]:
         """A `Teach`: the stored states of the batch's tokens. A rank's dummy, which counts for nothing, has zeros."""
-        weight, parts = self._head["teacher_weight"], []
+        weight = self._head["teacher_weight"]
+        parts = []
         for name, count in _sequences(batch):
             if name in self._states:
                 parts.append(self._states.read(name))
@@ -65,5 +67,6 @@ def _sequences(batch: MicroBatch) -> Iterator[tuple[str, int]]:
     ids, places, sequence, predictors = ([*islice(copied, len(each))] for each in on_device)
     for _, tokens in groupby(zip(sequence, predictors, strict=True), key=lambda each: each[0]):
         rows = [row for _, row in tokens]
-        first, end = rows[0], rows[-1] + 2
+        first = rows[0]
+        end = rows[-1] + 2
         yield digest(ids[first - places[first] : first + 1], ids[first + 1 : end]), len(rows)

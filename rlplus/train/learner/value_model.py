@@ -50,7 +50,9 @@ def _values(hidden: Tensor, weight: Tensor, **_: Any) -> Tensor:
 
 def _loss_op(clip: float, ranks: int, batch: MicroBatch) -> Callable[..., ValueLoss]:
     # DeepSpeed averages gradients over ranks, but the weights' denominators are global already.
-    old_value, returns, weight = batch.value, batch.returns, batch.token_weight * ranks
+    old_value = batch.value
+    returns = batch.returns
+    weight = batch.token_weight * ranks
     assert old_value is not None, "want samples that a critic has valued"
     assert returns is not None, "want samples with returns"
 

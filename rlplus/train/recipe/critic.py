@@ -43,7 +43,8 @@ class CriticRecipe(Recipe):
 
     def credit(self, batch: Batch) -> None:
         """Set values, returns and advantages. Collective."""
-        options, samples = self.options, batch.samples
+        options = self.options
+        samples = batch.samples
         values = by_sample(samples, self.critic.value, self.config, self.pad_id, self.critic.device)
         given = [torch.tensor(s.token_reward or [0.0] * len(s.response), dtype=torch.float64) for s in samples]
         advantages = generalized_advantages(
@@ -54,7 +55,8 @@ class CriticRecipe(Recipe):
             token_rewards=given,
         )
         for sample, value, advantage in zip(samples, values, advantages, strict=True):
-            sample.value, sample.returns = value.tolist(), (value + advantage).tolist()
+            sample.value = value.tolist()
+            sample.returns = (value + advantage).tolist()
         for sample, advantage in zip(samples, whitened(advantages) if options.whiten else advantages, strict=True):
             sample.advantage = advantage.tolist()
         self._metrics = _value_metrics(values, advantages)
@@ -78,7 +80,9 @@ class CriticRecipe(Recipe):
 
         With `Refill`, which may move groups between ranks, the division is by the rank that has them.
         """
-        world, updates, size = dist.get_world_size(), self.options.critic_updates, self.config.rollout.group_size
+        world = dist.get_world_size()
+        updates = self.options.critic_updates
+        size = self.config.rollout.group_size
         parts: list[list[Sample]] = [[] for _ in range(updates)]
         members: Counter[int] = Counter()  # counted so far in each group
         for sample in samples:
@@ -90,14 +94,17 @@ class CriticRecipe(Recipe):
 
 def _value_metrics(values: Sequence[Tensor], advantages: Sequence[Tensor]) -> Metrics:
     """Metrics: the mean value, and the share of the returns' variance that the values explain. Collective."""
-    value, error = (torch.cat([*parts, torch.empty(0, dtype=torch.float32)]).double() for parts in (values, advantages))
+    none = torch.empty(0, dtype=torch.float32)
+    value = torch.cat([*values, none]).double()
+    error = torch.cat([*advantages, none]).double()
     returns = value + error
-    first = (float(x.sum()) for x in (error, returns))
-    second = (float(x.square().sum()) for x in (error, returns))
-    count, *sums = agree.sums(len(value), *first, *second)
+    count, error_sum, returns_sum, error_squares, returns_squares = agree.sums(
+        len(value), float(error.sum()), float(returns.sum()), float(error.square().sum()), float(returns.square().sum())
+    )
     metrics: Metrics = {"critic/value": (float(value.sum()), float(len(value)))}
     if count:
-        left, whole = (sums[i + 2] / count - (sums[i] / count) ** 2 for i in (0, 1))
+        left = error_squares / count - (error_sum / count) ** 2
+        whole = returns_squares / count - (returns_sum / count) ** 2
         if whole > SMALLEST_VARIANCE:
             metrics["critic/explained_variance"] = (1 - left / whole, 1)
     return metrics

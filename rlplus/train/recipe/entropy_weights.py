@@ -72,7 +72,8 @@ class EntropyWeightsRecipe(Recipe):
         if o.level == "sequence":
             on = batch.token_weight != 0
             entropy = over_sequences(entropy, batch, on, mean=True, parallel=self.config.train.sequence_parallel)
-        external, right = counted(batch, external=True), counted(batch, external=False) & (batch.advantage > 0)
+        external = counted(batch, external=True)
+        right = counted(batch, external=False) & (batch.advantage > 0)
         positive = torch.where(right, o.positive * (o.positive_exponent * entropy).exp(), 1.0)
         weight = torch.where(external, o.supervised * (o.supervised_exponent * entropy).exp(), 0.0)
         for name, values, where in (("positive", positive, right), ("supervised", weight, external)):

@@ -39,7 +39,8 @@ class InterleavedRecipe(Recipe):
 
     def collect(self, draw: Callable[[], Batch]) -> Batch:
         batch = super().collect(draw)
-        rank, world = dist.get_rank(), dist.get_world_size()
+        rank = dist.get_rank()
+        world = dist.get_world_size()
         self.steps += 1
         for group in unsolved(batch, at_most=0):
             self.waiting.append(((-self.steps, group * world + rank), batch.examples[group]))
@@ -75,5 +76,6 @@ class InterleavedRecipe(Recipe):
         """Every demonstration waits where its prompt would have been drawn, in the order of the draws."""
         everybody = [each for _, waiting in states for each in waiting]
         everybody.sort(key=lambda each: (-each[0][0], each[0][1]))
-        rank, world = dist.get_rank(), dist.get_world_size()
+        rank = dist.get_rank()
+        world = dist.get_world_size()
         return states[0][0], [(place, example) for place, example in everybody if place[1] % world == rank]

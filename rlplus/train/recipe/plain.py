@@ -121,7 +121,8 @@ class Recipe:
 
     def updates(self, batch: Batch) -> list[Update]:
         """Mini-batches of whole groups, in order; every rank returns the same number."""
-        train, world = self.config.train, dist.get_world_size()
+        train = self.config.train
+        world = dist.get_world_size()
         groups = (train.prompts_per_update or train.prompts_per_step) // world
         parts: list[list[Sample]] = [[] for _ in range(train.prompts_per_step // world // groups)]
         for sample in batch.samples:
@@ -198,7 +199,8 @@ def set_advantages(samples: Sequence[Sample], algorithm: Algorithm) -> None:
 def demonstration(example: Example, group: int) -> Sample:
     """The example's demonstration as a member of that group, with the reward that the grader gave it."""
     assert example.demonstration is not None, "want a demonstration to show"
-    reward, behavior = example.demonstration_reward, example.behavior_logprob
+    reward = example.demonstration_reward
+    behavior = example.behavior_logprob
     sample = Sample(example.prompt, example.demonstration, group, True, False, None, reward, behavior_logprob=behavior)
     sample.teacher_topk = example.teacher_topk
     return sample

@@ -37,7 +37,8 @@ class PrefixRecipe(Recipe):
 
     def ask(self, examples: Sequence[Example]) -> list[Ask]:
         size = self.config.rollout.group_size
-        asks, (shown, tokens) = [], self._share
+        asks = []
+        shown, tokens = self._share
         for example in examples:
             text = (example.demonstration or ())[:-1]
             prefixes = [text[: round(share * len(text))] for share in self._shares(example, len(text))]
@@ -49,7 +50,8 @@ class PrefixRecipe(Recipe):
 
     def _shares(self, example: Example, tokens: int) -> list[float]:
         """Each member's share of a demonstration of that many tokens to start with, in this step."""
-        o, t = self.options, self.steps
+        o = self.options
+        t = self.steps
         members = o.members or self.config.rollout.group_size
         random = Random(f"{self.config.train.seed} {t} {example.index}")
         falling = o.schedule in ("binomial", "linear", "cosine")

@@ -59,7 +59,8 @@ class PrefixSearchRecipe(Recipe):
         shares = _shares_right(batch.samples)
         if not tries:
             self._start(batch, shares)
-        low, high = self.options.above, self.options.below
+        low = self.options.above
+        high = self.options.below
         asks = {}
         for group, search in list(self._searches.items()):
             share = shares.get(group)

@@ -37,7 +37,8 @@ class ProcessRewardRecipe(Recipe):
 
     def collect(self, draw: Callable[[], Batch]) -> Batch:
         """Set each token's return to the outcome. SharedFailure for a reward outside [0, 1]."""
-        batch, self._metrics = super().collect(draw), {}
+        batch = super().collect(draw)
+        self._metrics = {}
         outside = max((max(-sample.reward, sample.reward - 1) for sample in batch.samples), default=0.0)
         if (by := agree.largest(outside)) > 0:
             raise SharedFailure(f"algorithm.recipe process-reward: want rewards in [0, 1]; got one {by:g} outside")

@@ -36,7 +36,8 @@ def refill_batch(draw: Callable[[], Batch], options: Refill, train: TrainConfig)
     own: dict[Place, Group] = {}
     kept: list[Place] = []
     dropped: list[Place] = []
-    seconds, draws = 0.0, 0
+    seconds = 0.0
+    draws = 0
     while len(kept) < train.prompts_per_step and draws < options.max_draws:
         batch = draw()
         groups: list[list[Sample]] = [[] for _ in batch.examples]
@@ -51,7 +52,8 @@ def refill_batch(draw: Callable[[], Batch], options: Refill, train: TrainConfig)
                 kept.append(place)
             elif spare:
                 dropped.append(place)
-        seconds, draws = seconds + batch.seconds, draws + 1
+        seconds = seconds + batch.seconds
+        draws = draws + 1
     if len(kept) < train.prompts_per_step and not options.fill:
         raise SharedFailure(
             f"want {train.prompts_per_step} groups of rollouts whose rewards differ, with a mean in "
@@ -73,7 +75,8 @@ def _keeps(options: Refill, group: Sequence[Sample]) -> bool:
 
 def _move(own: dict[Place, Group], chosen: Sequence[Place], train: TrainConfig) -> list[Group]:
     """Move surplus groups to other ranks; returns this rank's groups, in order. Collective."""
-    rank, size = dist.get_rank(), train.prompts_per_update or train.prompts_per_step
+    rank = dist.get_rank()
+    size = train.prompts_per_update or train.prompts_per_step
     owners: list[int] = []
     for start in range(0, len(chosen), size):
         owners += _owners([home for *_, home in chosen[start : start + size]], dist.get_world_size())

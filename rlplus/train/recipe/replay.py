@@ -59,7 +59,8 @@ class ReplayRecipe(Recipe):
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
-        self.steps, self.started = 0, False
+        self.steps = 0
+        self.started = False
         self.solved: dict[int, int] = {}  # members that solved a prompt that waits, by its place among the run's
         self.remembered: dict[int, Remembered] = {}  # this rank's part
         self._places: list[int] = []  # the prompts drawn last, on this rank
@@ -69,7 +70,9 @@ class ReplayRecipe(Recipe):
     def prompts(self, drawn: Sequence[int]) -> list[int]:
         """The first drawn prompts, shuffled with prompts that return in place of the last ones. Collective."""
         random = Random(f"{self.config.train.seed} {self.steps}")
-        here, buckets, chosen = set(drawn), dict[int, list[int]](), list[int]()
+        here = set(drawn)
+        buckets = dict[int, list[int]]()
+        chosen = list[int]()
         for place, solved in sorted(self.solved.items()):
             if place not in here:
                 buckets.setdefault(solved, []).append(place)
@@ -108,7 +111,8 @@ class ReplayRecipe(Recipe):
         groups: list[list[Sample]] = [[] for _ in batch.indices]
         for sample in batch.samples:
             groups[sample.group].append(sample)
-        rank, world = dist.get_rank(), dist.get_world_size()
+        rank = dist.get_rank()
+        world = dist.get_world_size()
         own = [(group * world + rank, batch.indices[group], *_judged(members)) for group, members in enumerate(groups)]
         everybody = [judged for part in agree.gathered(own) for judged in part]
         for _, place, right, wrong, best in sorted(everybody, key=lambda judged: judged[0]):  # the order of one rank
@@ -130,12 +134,14 @@ class ReplayRecipe(Recipe):
 
     def restore(self, state: Any) -> None:
         self.steps, self.started, solved, remembered = state
-        self.solved, self.remembered = dict(solved), dict(remembered)
+        self.solved = dict(solved)
+        self.remembered = dict(remembered)
 
     def redistributed(self, states: Sequence[Any]) -> Any:
         steps, started, solved, _ = states[0]  # which all ranks know
         everybody = {place: rollout for *_, remembered in states for place, rollout in remembered.items()}
-        rank, world = dist.get_rank(), dist.get_world_size()
+        rank = dist.get_rank()
+        world = dist.get_world_size()
         return steps, started, solved, {place: each for place, each in everybody.items() if place % world == rank}
 
 

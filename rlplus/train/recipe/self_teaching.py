@@ -52,7 +52,8 @@ class SelfDistillRecipe(DistillRecipe):
                 groups.setdefault(sample.group, []).append(sample)
         for sample in batch.samples:
             if other := next((one for one in groups.get(sample.group, ()) if one is not sample), None):
-                prompt, response = batch.examples[sample.group].teacher_prompt, [*other.response]
+                prompt = batch.examples[sample.group].teacher_prompt
+                response = [*other.response]
                 assert prompt is not None, "want the prompts of a teacher"
                 if response and response[-1] in self.ends:
                     del response[-1]

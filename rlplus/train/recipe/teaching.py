@@ -37,7 +37,8 @@ class DistillRecipe(Recipe):
         self._divergence = [0.0, 0.0]  # sum over the step's tokens on this rank, and their number
 
     def build(self, model_path: str, model_config: PretrainedConfig, pad_id: int) -> None:
-        options, self.pad_id = self.options, pad_id
+        options = self.options
+        self.pad_id = pad_id
         if options.teacher_url is not None:
             self.teacher = ServedTeacher(options.teacher_url, options.topk, self.policy, model_path)
             return
@@ -56,13 +57,15 @@ class DistillRecipe(Recipe):
             if isinstance(self.teacher, ServedTeacher):
                 self.teacher.show(batch.samples)
             return
-        samples, policy = batch.samples, self.policy
+        samples = batch.samples
+        policy = self.policy
         assert not isinstance(self.teacher, GivenTeacher | StoredTeacher), "want a checked configuration"
 
         def asked(compute: Callable[[MicroBatch], Tensor]) -> list[Tensor]:
             return by_sample(samples, compute, self.config, self.pad_id, policy.device)
 
-        own, teacher = asked(policy.logprob), self.teacher
+        own = asked(policy.logprob)
+        teacher = self.teacher
         teachers = teacher.logprobs(samples) if isinstance(teacher, ServedTeacher) else asked(teacher.logprob)
         for sample, logprob, taught in zip(samples, own, teachers, strict=True):
             sample.advantage = (taught.double() - logprob.double()).tolist()

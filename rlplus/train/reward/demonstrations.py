@@ -41,7 +41,8 @@ def grade_demonstrations(
     fails on one.
     """
     agree.phase("demonstrations")
-    rank, world = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
+    world = dist.get_world_size()
     own = [example for example in examples if example.demonstration is not None][rank::world]
     verdicts: list[RewardOrStatus] = []
     failure: Exception | None = None
@@ -62,7 +63,9 @@ def keep_passed(
     examples: Sequence[Example], verdicts: Sequence[RewardOrStatus]
 ) -> tuple[list[Example], DemonstrationReport]:
     """Set `demonstration_reward`, and `demonstration` to None if it did not pass: training assumes that it is right."""
-    kept, left, dropped = [], iter(verdicts), Counter[str]()
+    kept = []
+    left = iter(verdicts)
+    dropped = Counter[str]()
     for example in examples:
         if example.demonstration is not None:
             verdict = next(left)

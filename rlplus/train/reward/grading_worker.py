@@ -18,7 +18,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, TextIO
 
-_MAX_DETAIL, _MAX_ERROR = 500, 4000  # characters, of a verdict and of what prevents all
+_MAX_DETAIL = 500  # characters of a verdict
+_MAX_ERROR = 4000  # characters of what prevents all
 
 
 def _without_rlplus(name: str) -> Any:

@@ -18,7 +18,8 @@ from rlplus.train.reward.worker_handle import POLL_S, Item, Score, Status, Worke
 _MAX_CHUNK = 32  # items in one message: fewer wake-ups for short items
 _MAX_CHUNK_LENGTH = 1 << 18  # characters; a longer text travels alone, and alone pays if it does not fit in memory
 _FIRST_STARTS = 8  # consecutive starts that may fail while none has succeeded; with the pauses about 13 s
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 30.0  # pause after a failed start; doubled by every further one
+_FIRST_PAUSE_S = 0.1  # after a failed start; doubled by every further one
+_LONGEST_PAUSE_S = 30.0
 
 log = logging.getLogger(__name__)
 
@@ -89,8 +90,10 @@ class Scorer:
         items = list(map(Item, texts, answers, *rest))
         if len(items) < count:
             raise ValueError(f"want columns, prompts and cut of {count} texts; got {[len(part) for part in rest]}")
-        self._queue, self._again = deque(range(len(texts))), deque()
-        self._failures, self._scores = {}, {}
+        self._queue = deque(range(len(texts)))
+        self._again = deque()
+        self._failures = {}
+        self._scores = {}
         activity.grading.begin(len(texts))
         try:
             self._collect(wait_s=0.0)  # replaces workers that died since the last call
@@ -163,7 +166,9 @@ class Scorer:
             self._take_score(item, score)
         if worker.ready and not was_ready:
             self.note = worker.note
-            self._started, self._failed_starts, self._next_start = True, 0, 0.0
+            self._started = True
+            self._failed_starts = 0
+            self._next_start = 0.0
 
     def _take_score(self, item: int, score: Score) -> None:
         """Store a score; after a failure the item is tried once more."""

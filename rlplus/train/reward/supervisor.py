@@ -27,7 +27,9 @@ from typing import NoReturn
 OUTPUT_LIMIT = 1 << 16  # bytes over the life of one grader
 _KILL_PAUSE_S = 0.001
 
-_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
+# Of linux/prctl.h.
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
 
 
 def prctl(option: int, value: int) -> None:
@@ -54,7 +56,8 @@ class _Output:
 
     def __init__(self, descriptor: int) -> None:
         os.set_blocking(descriptor, False)
-        self.descriptor, self.left = descriptor, OUTPUT_LIMIT
+        self.descriptor = descriptor
+        self.left = OUTPUT_LIMIT
         self._decoder = codecs.getincrementaldecoder("utf-8")("backslashreplace")
 
     def pass_on(self) -> None:

@@ -98,7 +98,8 @@ class Worker:
 
     def grade(self, numbers: deque[int], items: Sequence[Item]) -> None:
         """Send the items with these indices."""
-        self.fresh, self.pending = False, numbers
+        self.fresh = False
+        self.pending = numbers
         self._send([(i, *items[i]) for i in numbers])
 
     def _send(self, message: object) -> None:
@@ -170,7 +171,8 @@ class Worker:
             return "crash", self._broken
         if self._ended():
             return "crash", "ended"
-        now, waited = time.monotonic(), time.monotonic() - self._since
+        now = time.monotonic()
+        waited = time.monotonic() - self._since
         limit = WALL_CLOCK_FACTOR * timeout_s if self.ready else _START_TIMEOUT_S
         if (self.pending or not self.ready) and waited > limit:
             return "timeout", f"gave no answer for {limit:g} s of the wall clock"
@@ -178,7 +180,8 @@ class Worker:
             return None
         # One thread cannot use more CPU time than has passed: until then there is nothing to look at.
         if self._cpu_before is None:
-            self._cpu_before, self._next_look = cpu_seconds(self.process.pid), now + timeout_s
+            self._cpu_before = cpu_seconds(self.process.pid)
+            self._next_look = now + timeout_s
         elif now >= self._next_look:
             left = timeout_s - (cpu_seconds(self.process.pid) - self._cpu_before)
             if left <= 0 and self._over:

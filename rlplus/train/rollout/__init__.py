@@ -122,7 +122,8 @@ _INSTALL = f"{install_command('vllm')} (CUDA) or {install_command('cpu')}"
 
 def _check_devices(config: RolloutConfig) -> None:
     """ValueError if this machine's ranks or GPUs do not suffice for the configured engines."""
-    size, world = config.tensor_parallel_size, dist.get_world_size() if dist.is_initialized() else 1
+    size = config.tensor_parallel_size
+    world = dist.get_world_size() if dist.is_initialized() else 1
     if size > 1 and config.engine != "vllm":
         raise ValueError(f"rollout.tensor_parallel_size {size} needs vLLM, which is not installed: {_INSTALL}")
     for key in ("sleep", "vllm"):

@@ -21,7 +21,8 @@ class AdapterReceiver:
     """Loads one set of adapters after the other. ValueError for layers that vLLM's model has not, or cannot adapt."""
 
     def __init__(self, model: Any, adapters: Adapters) -> None:
-        self._manager, self._shapes = model.lora_manager, adapters.shapes
+        self._manager = model.lora_manager
+        self._shapes = adapters.shapes
         mapper = getattr(model, "hf_to_vllm_mapper", None)  # turns names of the checkpoint into vLLM's
         self._mapper = None if mapper is None else mapper.get_rename_mapper()
         self._peft = PEFTHelper(r=adapters.rank, lora_alpha=adapters.alpha, target_modules=[])

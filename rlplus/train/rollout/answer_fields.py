@@ -32,10 +32,12 @@ class Field:
         """A member of an object or list. BadAnswer without it."""
         if isinstance(key, str):
             inside: Any = self.a(dict)
-            path, found = f"{self.path}.{key}".lstrip("."), key in inside
+            path = f"{self.path}.{key}".lstrip(".")
+            found = key in inside
         else:
             inside = self.a(list)
-            path, found = f"{self.path}[{key}]", key < len(inside)
+            path = f"{self.path}[{key}]"
+            found = key < len(inside)
         if not found:
             raise BadAnswer(f"{self.request}: want {path}; got none")
         return Field(self.request, inside[key], path)

@@ -27,12 +27,15 @@ class Clock:
     """
 
     def __init__(self, body: str, key: str, timeout_s: float) -> None:
-        self._body, self._key, self._timeout_s = body, key, timeout_s
+        self._body = body
+        self._key = key
+        self._timeout_s = timeout_s
         self._ending = threading.Lock()
 
     def at(self, waiting_for: str) -> None:
         """Report progress: from now on the body has timeout_s for `waiting_for`."""
-        self._waiting_for, self._deadline = waiting_for, time.monotonic() + self._timeout_s
+        self._waiting_for = waiting_for
+        self._deadline = time.monotonic() + self._timeout_s
 
     @contextmanager
     def running(self, waiting_for: str) -> Iterator[None]:

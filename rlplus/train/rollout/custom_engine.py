@@ -87,7 +87,9 @@ class Sampler:
 
     def __init__(self, engine: RolloutEngine, tokenizer: PreTrainedTokenizerBase, sampling: Sampling) -> None:
         self.tokenizer = tokenizer
-        self._engine, self._sampling, self._seeds = engine, sampling, random.Random(sampling.seed)
+        self._engine = engine
+        self._sampling = sampling
+        self._seeds = random.Random(sampling.seed)
         self.failure: Exception | None = None  # the engine's
 
     def __call__(

@@ -68,14 +68,16 @@ class Recorder:
         finally:
             for hook in hooks:
                 hook.remove()
-            self._layers, self._rows = [], []
+            self._layers = []
+            self._rows = []
 
     def _note(self, _: Any, __: Any, output: tuple[Tensor, ...]) -> None:
         self._layers.append(output[2])
 
     def _last(self, rows: int) -> Experts:
         """(rows, T, layers, k) of the forward pass that has ended."""
-        layers, self._layers = self._layers, []
+        layers = self._layers
+        self._layers = []
         experts: Experts = torch.stack(layers, dim=1).cpu().numpy().astype(self._dtype)
         return experts.reshape(rows, -1, *experts.shape[1:])
 

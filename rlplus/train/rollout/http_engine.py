@@ -19,7 +19,8 @@ from rlplus.train.rollout.protocol import Completion, Request, Sampling, check_r
 from rlplus.train.rollout.push import parameter_shapes, watched
 from rlplus.train.rollout.server_http import PATIENCE_S, RESTART, Kind, Refused, Requests, split
 
-BYTES_PER_TOKEN, BYTES_PER_KEPT = 512, 16  # most JSON for a token with its logprob, and for one that was kept
+BYTES_PER_TOKEN = 512  # most JSON for a token with its logprob
+BYTES_PER_KEPT = 16  # most JSON for a token that was kept
 CONNECTIONS = 64  # prompts at a time from each rank; the server batches what it has
 
 logger = logging.getLogger(__name__)
@@ -47,8 +48,10 @@ class HttpEngine(ABC):
         self._shapes, self._vocabulary = parameter_shapes(
             config_path or model_path, trust_remote_code=trust_remote_code
         )
-        self._max_model_len, self._ends = max_model_len, end_ids
-        self._timeout_s, self._progress_s = config.push_timeout_s, config.progress_timeout_s
+        self._max_model_len = max_model_len
+        self._ends = end_ids
+        self._timeout_s = config.push_timeout_s
+        self._progress_s = config.progress_timeout_s
         self._version: int | None = None
         self._failure: str | None = "the server may hold any weights: push before generating"
         self._closed = self._broken = False
@@ -100,12 +103,15 @@ class HttpEngine(ABC):
 
         An answer may take as long as it takes to generate, so its tokens are what has a limit.
         """
-        left, tokens, since = set(asked), -1.0, time.monotonic()
+        left = set(asked)
+        tokens = -1.0
+        since = time.monotonic()
         while left:
             done, left = wait(left, min(PATIENCE_S, self._progress_s / 2), FIRST_EXCEPTION)
             for future in done:
                 future.result()
-            before, tokens = tokens, tokens if done else self._tokens()
+            before = tokens
+            tokens = tokens if done else self._tokens()
             if done or tokens != before:
                 since = time.monotonic()
             elif time.monotonic() - since >= self._progress_s:
@@ -174,7 +180,9 @@ class HttpEngine(ABC):
             failed = max(agree.gathered(failed))  # which also keeps the others from generating too early
         if failed:
             raise RunFailed(f"{self.name} did not take the weights of version {version}: {failed}")
-        self._version, self._failure, self._broken = version, None, False
+        self._version = version
+        self._failure = None
+        self._broken = False
 
     def sleep(self) -> None:  # noqa: B027
         """Stays awake: it has its GPUs to itself."""
@@ -183,7 +191,8 @@ class HttpEngine(ABC):
         """The server stays, with the last weights; what another thread asks of it ends."""
         if self._closed:
             return
-        self._closed, self._failure = True, "the engine is closed"
+        self._closed = True
+        self._failure = "the engine is closed"
         if self._generating is not None:
             self._generating.hang_up()
         if self._stop_pushing():

@@ -38,7 +38,9 @@ class LibraryPush:
         wanted: torch.dtype = getattr(torch, dtype)
         largest = max(shape.numel() for shape in shapes.values()) * wanted.itemsize
         buffer = max(bucket_bytes, largest)  # a buffer that is too small for a parameter is an error
-        self._control, self._source, self._whole = control, _source(shapes, wanted), True
+        self._control = control
+        self._source = _source(shapes, wanted)
+        self._whole = True
         self._client = _Client(control, holds=kind == "ipc")
         info: Any
         if kind == "ipc":
@@ -48,7 +50,8 @@ class LibraryPush:
         with socket.socket() as free:
             free.bind(("", 0))
             port = free.getsockname()[1]
-        workers, address = control.workers(), control.own_address()
+        workers = control.workers()
+        address = control.own_address()
         info = NCCLTrainerInitInfo(
             rank=rank(),
             master_address=address,
@@ -62,7 +65,8 @@ class LibraryPush:
         )
 
     def send(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        self._source.weights, self._whole = weights, False
+        self._source.weights = weights
+        self._whole = False
         self._engine.send_weights()
         self._client.check()
         if rank() == 0:
@@ -89,7 +93,8 @@ def _check_versions(kind: str, control: Control) -> None:
         raise OSError(
             f"rollout.transfer {kind} needs vLLM beside the trainer, too: {install_command('vllm')}"
         ) from error
-    ours, theirs = vllm.__version__, control.library_version()
+    ours = vllm.__version__
+    theirs = control.library_version()
     if ours.partition("+")[0] != theirs.partition("+")[0]:  # the rest names a build
         raise OSError(f"want the trainer's vLLM {ours} at both ends, for rollout.transfer {kind}; it has {theirs}")
 
@@ -125,7 +130,8 @@ class _Client:
     """
 
     def __init__(self, control: Control, *, holds: bool) -> None:
-        self._control, self._holds = control, holds
+        self._control = control
+        self._holds = holds
         self._failure: Exception | None = None
         self._joined: SimpleQueue[Any] = SimpleQueue()
 

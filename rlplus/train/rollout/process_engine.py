@@ -38,7 +38,8 @@ POLL_S = 0.5  # interval of looks at a dead worker whose pipe a child still hold
 STOP_S = 10.0  # limit of an orderly end
 START_S = 1800.0  # limit for loading a model, compiling and capturing graphs, which shows no progress
 BEAT_S = 0.1  # interval of signs of progress
-STACKS_SIGNAL, STACKS_S = signal.SIGUSR2, 1.0  # asks a process for its stacks, and the time for writing them
+STACKS_SIGNAL = signal.SIGUSR2  # asks a process for its stacks
+STACKS_S = 1.0  # the time for writing them
 PROGRESS = "progress"  # a message that is no answer yet
 # The launcher's variables are left out: the engine is no rank of the trainer's group.
 LAUNCHER = ("LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK")
@@ -58,7 +59,8 @@ class ProcessEngine:
         self._shapes, _ = parameter_shapes(path, trust_remote_code=settings["trust_remote_code"])
         if (adapters := settings.get("adapters")) is not None:
             self._shapes = adapters.shapes
-        self._timeout_s, self._progress_s = config.push_timeout_s, config.progress_timeout_s
+        self._timeout_s = config.push_timeout_s
+        self._progress_s = config.progress_timeout_s
         inside = config.model_copy(update={"mode": "colocated"})
         self._settings = {"config": inside, "model_path": model_path, **settings}
         self._environment = _environment(config.tensor_parallel_size)
@@ -98,7 +100,8 @@ class ProcessEngine:
     def close(self) -> None:
         if self._closed:
             return
-        self._closed, self._failure = True, "the engine is closed"
+        self._closed = True
+        self._failure = "the engine is closed"
         self._pipe.close()  # which ends the loop on the other side
         deadline = time.monotonic() + (0 if self._busy else STOP_S)
         while not self._dead():
@@ -233,7 +236,8 @@ def _environment(gpus: int) -> dict[str, str]:
     if dist.is_initialized():
         environment["RANK"] = str(dist.get_rank())  # shown in messages
     if torch.cuda.is_available():
-        local, ranks = int(os.environ.get("LOCAL_RANK", 0)), ranks_here()
+        local = int(os.environ.get("LOCAL_RANK", 0))
+        ranks = ranks_here()
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         devices = visible.split(",") if visible else [str(i) for i in range(torch.cuda.device_count())]
         first = ranks + local * gpus
@@ -245,7 +249,8 @@ class _Heartbeat:
     """Replaces an engine's `Clock`: sends each sign of progress to the trainer, which ends a hanging engine."""
 
     def __init__(self, pipe: Connection) -> None:
-        self._pipe, self._last = pipe, 0.0
+        self._pipe = pipe
+        self._last = 0.0
 
     def at(self, _: str) -> None:
         if time.monotonic() - self._last >= BEAT_S:
@@ -268,7 +273,8 @@ def serve(pipe: Connection) -> None:
         nonlocal engine
         try:
             if engine is None:
-                engine, result = make_engine(**question), None
+                engine = make_engine(**question)
+                result = None
                 engine.clock = _Heartbeat(pipe)
             else:
                 method, arguments = question

@@ -120,7 +120,8 @@ class RolloutEngine(Protocol):
 
 def check_requests(requests: Sequence[Request], sampling: Sampling, *, max_model_len: int, vocabulary: int) -> None:
     """ValueError for what `RolloutEngine.generate` must refuse."""
-    temperature, stop = sampling.temperature, sampling.stop
+    temperature = sampling.temperature
+    stop = sampling.stop
     if not (temperature == 0 or MIN_TEMPERATURE <= temperature < math.inf):
         raise ValueError(f"want a temperature of 0 (greedy) or at least {MIN_TEMPERATURE}; got {temperature}")
     if stop and not (min(stop) >= 0 and max(stop) < vocabulary):
@@ -128,7 +129,8 @@ def check_requests(requests: Sequence[Request], sampling: Sampling, *, max_model
     if sampling.top_k and not temperature:
         raise ValueError(f"want a temperature above 0 with top_k {sampling.top_k}; got 0, the likeliest token")
     for index, request in enumerate(requests):
-        prompt, limit = request.prompt, request.max_tokens
+        prompt = request.prompt
+        limit = request.max_tokens
         if request.n < 0 or limit < 1:
             raise ValueError(
                 f"want n of at least 0 and max_tokens of at least 1; request {index} has {request.n} and {limit}"
@@ -139,7 +141,8 @@ def check_requests(requests: Sequence[Request], sampling: Sampling, *, max_model
                 f"max_tokens={limit}); prompt {index} has {len(prompt)}"
             )
         if min(prompt) < 0 or max(prompt) >= vocabulary:
-            low, high = min(prompt), max(prompt)
+            low = min(prompt)
+            high = max(prompt)
             raise ValueError(f"want token ids from 0 to {vocabulary - 1}; prompt {index} has {low} to {high}")
 
 
@@ -168,7 +171,9 @@ def check_responses(
 
 def _fault(completion: Completion, most: int, vocabulary: int, stops: Collection[int]) -> str | None:
     """The first field of a response that is wrong, with what came; None if none is. Values may have any type."""
-    tokens, logprob, kept = completion.tokens, completion.logprob, completion.kept
+    tokens = completion.tokens
+    logprob = completion.logprob
+    kept = completion.kept
     if not 1 <= len(tokens) <= most:
         return f"want 1 to {most} tokens; got {len(tokens)}"
     for place, token in enumerate(tokens, 1):
@@ -187,7 +192,8 @@ def _fault(completion: Completion, most: int, vocabulary: int, stops: Collection
         if type(value) not in (float, int) or not LEAST_LOGPROB < value <= MOST_LOGPROB:
             return f"logprob {place}: want {len(tokens)} finite logprobs, at most 0 each; got {value!r:.50}"
     if kept is not None and kept.tokens and not (min(kept.tokens) >= 0 and max(kept.tokens) < vocabulary):
-        low, high = min(kept.tokens), max(kept.tokens)
+        low = min(kept.tokens)
+        high = max(kept.tokens)
         return f"kept tokens: want ids from 0 to {vocabulary - 1}; got {low} to {high}"
     return None
 

@@ -14,7 +14,8 @@ from rlplus.train.rollout.clock import Clock
 from rlplus.train.rollout.protocol import whole_model
 
 # Arguments that vLLM is started with, so that its workers have the engine that takes our weights.
-BACKEND, EXTENSION = "rlplus", "rlplus.train.rollout.receiver.Extension"
+BACKEND = "rlplus"
+EXTENSION = "rlplus.train.rollout.receiver.Extension"
 RECEIVER: dict[str, Any] = {"worker_extension_cls": EXTENSION, "weight_transfer_config": {"backend": BACKEND}}
 
 
@@ -31,7 +32,8 @@ class Expected:
     """The parameters of a push that have not come yet. ValueError at one that does not fit."""
 
     def __init__(self, shapes: Mapping[str, torch.Size]) -> None:
-        self._shapes, self._missing = shapes, set(shapes)
+        self._shapes = shapes
+        self._missing = set(shapes)
 
     def checked(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """Yield weights, detached, while they fit. Lazy: under ZeRO-3 the iterator gathers a few at a time."""

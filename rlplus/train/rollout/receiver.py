@@ -113,7 +113,8 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):
             trainer.close()
         else:
             self._forget()
-            self._trainer, self._raises = trainer, False
+            self._trainer = trainer
+            self._raises = False
             self._shapes = {name: torch.Size(shape) for name, shape in said["shapes"].items()}
             trainer.tell("init_weight_transfer_engine", open=self._open)
 
@@ -124,7 +125,8 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):
                 "want run, pid and fd of a trainer; shapes alone are for an engine in the trainer's process"
             )
         self._forget()
-        self._shapes, self._raises = shapes, True
+        self._shapes = shapes
+        self._raises = True
 
     @staticmethod
     def _said(info: InitInfo) -> dict[str, Any]:
@@ -144,7 +146,8 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):
         config = self.model_config
         own, _ = parameter_shapes(config.hf_config_path or config.model, trust_remote_code=config.trust_remote_code)
         for name in [*said["shapes"], *own]:
-            theirs, ours = said["shapes"].get(name), own.get(name)
+            theirs = said["shapes"].get(name)
+            ours = own.get(name)
             if theirs is None or ours is None or list(ours) != theirs:
                 raise ValueError(f"want the model of the run, with {name} of shape {theirs}; it has {ours and [*ours]}")
 

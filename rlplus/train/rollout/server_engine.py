@@ -60,7 +60,8 @@ class ServerEngine(HttpEngine):
         # Half the time of the push's clock: the server's silence is then a failure that all ranks hear of.
         self._control = Control(self._http, config.push_timeout_s / 2)
         self._push: MemoryPush | LibraryPush | None = None
-        bucket, failed = config.push_bucket_mb * 2**20, ""
+        bucket = config.push_bucket_mb * 2**20
+        failed = ""
         try:
             if config.transfer != "memory":
                 if self._control.paused():
@@ -90,7 +91,8 @@ class ServerEngine(HttpEngine):
 
     def _problems(self, info: Field, dtype: str) -> tuple[list[str], int]:
         """The settings that keep the server from being exact, and its limit of responses per prompt."""
-        model, scheduler = info["model_config"], info["scheduler_config"]
+        model = info["model_config"]
+        scheduler = info["scheduler_config"]
         problems = []
         if (mode := model["logprobs_mode"].value) != "processed_logprobs":
             problems.append(f"it gives {mode}, which ignore the temperature")
@@ -158,7 +160,8 @@ class ServerEngine(HttpEngine):
         if (ended := choice["finish_reason"]).value not in ("stop", "length"):
             raise ended.wrong("stop or length")
         self._check_versions(choice["weight_versions"])
-        tokens, told = choice["token_ids"].a(list), choice["logprobs"]["content"]
+        tokens = choice["token_ids"].a(list)
+        told = choice["logprobs"]["content"]
         if (named := told.column("token_id")) != tokens[: len(named)]:
             raise BadAnswer(
                 f"{told}: want logprobs of the tokens {tokens[:8]!r:.80} ...; got those of {named[:8]!r:.80} ..."

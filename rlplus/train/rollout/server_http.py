@@ -66,7 +66,8 @@ class Requests:
     """HTTP to one server from several threads, until `hang_up` ends what is under way and whatever comes after."""
 
     def __init__(self, url: SplitResult, kind: Kind = VLLM) -> None:
-        self.url, self.kind = url, kind
+        self.url = url
+        self.kind = kind
         self._headers = {"Content-Type": "application/json"} | _authorization(kind.secret)
         self._lock = threading.Lock()
         self._under_way: set[socket.socket] = set()

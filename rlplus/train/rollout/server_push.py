@@ -32,7 +32,8 @@ class Control:
     """
 
     def __init__(self, http: Requests, timeout_s: float) -> None:
-        self._http, self.timeout_s = http, timeout_s
+        self._http = http
+        self.timeout_s = timeout_s
 
     def workers(self) -> int:
         """Number of the server's GPUs."""
@@ -103,7 +104,8 @@ class MemoryPush:
     """Pushes through memory of this process, a bucket at a time. The server must run on this machine, as this user."""
 
     def __init__(self, control: Control, shapes: Mapping[str, torch.Size], bucket_bytes: int) -> None:
-        self._control, self._bucket_bytes = control, bucket_bytes
+        self._control = control
+        self._bucket_bytes = bucket_bytes
         self._shapes = {name: list(shape) for name, shape in shapes.items()}
         self._workers = control.workers()
         self._answers: Answers | None = self._greeted()
@@ -111,7 +113,8 @@ class MemoryPush:
     def _greeted(self) -> Answers:
         """Introduce this process to the server, under a new name; OSError if it is refused."""
         self._run = secrets.token_hex(8)
-        answers, memory = Answers(self._workers), Memory()
+        answers = Answers(self._workers)
+        memory = Memory()
         try:
             said = {"run": self._run, "rlplus": __version__, "answers": answers.fd, "shapes": self._shapes}
             memory.write(json.dumps(said).encode())

@@ -97,7 +97,9 @@ class SGLangEngine(HttpEngine):
         ]
 
     def _ask(self, http: Requests, prompt: Sequence[int], params: dict[str, Any]) -> list[Completion]:
-        greedy, limit, seed = not params["temperature"], params["max_new_tokens"], params["sampling_seed"]
+        greedy = not params["temperature"]
+        limit = params["max_new_tokens"]
+        seed = params["sampling_seed"]
         responses = [Completion([], [], True) for _ in range(1 if greedy else params["n"])]
         left = list(range(len(responses)))
         while left:
@@ -122,7 +124,8 @@ class SGLangEngine(HttpEngine):
     def _continued(self, before: Completion, meta: Field, stops: Sequence[int], most: int) -> Completion:
         """A response with the tokens of an answer; `truncated` until it has come to a stop token of the run."""
         finish = meta["finish_reason"]
-        ended, matched = finish["type"].value, finish.get("matched").value
+        ended = finish["type"].value
+        matched = finish.get("matched").value
         if ended not in ("stop", "length") or isinstance(matched, str):  # a text: "NaN happened"
             raise BadAnswer(f"{finish}: ended a response with {ended!s:.50}, {matched!s:.50}: want stop or length")
         self._check_versions(meta["weight_versions"])
@@ -172,7 +175,8 @@ def _shards(weights: Iterator[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]
     for name, weight in weights:
         if shard and size + weight.nbytes > SHARD_BYTES:
             yield shard
-            shard, size = {}, 0
+            shard = {}
+            size = 0
         shard[name] = torch.empty_like(weight, device="cpu", memory_format=torch.contiguous_format).copy_(weight)
         size += weight.nbytes
     yield shard

@@ -64,8 +64,9 @@ def draw_kept(logits: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor, Tenso
     likelier = logprob.exp().cumsum(dim=-1)
     whole = likelier[:, -1:]
     place = _first_above(likelier, torch.rand(len(z), 1, dtype=torch.float64, device=z.device) * whole)
-    token, logprob = (values.gather(1, place)[:, 0] for values in (order, logprob))
-    return token, logprob.float(), order.int(), kept.sum(dim=-1)
+    token = order.gather(1, place)[:, 0]
+    drawn = logprob.gather(1, place)[:, 0]
+    return token, drawn.float(), order.int(), kept.sum(dim=-1)
 
 
 def _invert(probability: Tensor) -> Tensor:
@@ -115,9 +116,11 @@ class TransformersEngine:
     def _begin(
         self, config: RolloutConfig, model: Any, max_model_len: int, end_ids: Sequence[int], pad_token_id: int
     ) -> None:
-        self._model, self._device = model.eval(), model.device
+        self._model = model.eval()
+        self._device = model.device
         self._max_model_len = max_model_len
-        self._ends, self._pad = end_ids, pad_token_id
+        self._ends = end_ids
+        self._pad = pad_token_id
         self._push_timeout_s = config.push_timeout_s
         self.clock = Clock("the generation", "rollout.progress_timeout_s", config.progress_timeout_s)
         self._failure: str | None = None
@@ -165,7 +168,8 @@ class TransformersEngine:
 
     def _generate_batch(self, batch: Sequence[Request], sampling: Sampling) -> list[Completion]:
         """A response to each request. Equal prompts are processed once."""
-        prompts, limits = [request.prompt for request in batch], [request.max_tokens for request in batch]
+        prompts = [request.prompt for request in batch]
+        limits = [request.max_tokens for request in batch]
         keys: list[Any] = [tuple(prompt) for prompt in prompts]
         if self._model._is_stateful:  # a state instead of keys and values (Mamba's) cannot be copied to other rows
             keys = list(range(len(prompts)))
@@ -208,17 +212,20 @@ class TransformersEngine:
         tokens: list[list[int]] = [[] for _ in copies]
         logprobs: list[list[float]] = [[] for _ in copies]
         kept = [KeptSets() for _ in copies]
-        rows, live = list(range(len(copies))), set(range(len(copies)))  # rows of the batch, and those not ended
+        rows = list(range(len(copies)))  # of the batch
+        live = set(rows)  # those that have not ended
         logits = _forward(model, ids, None, inputs)
         if recorder is not None:
             recorder.begin(len(ids), copies)
         if copies != rows:
-            ids, logits = ids[copies], logits[copies]
+            ids = ids[copies]
+            logits = logits[copies]
             _select(copies, inputs, ids.device)
         while True:
             if sampling.top_k:
-                token, logprob, *sets = draw_kept(logits, sampling)
-                choices, counts = (each.cpu().numpy() for each in sets)
+                token, logprob, order, count = draw_kept(logits, sampling)
+                choices = order.cpu().numpy()
+                counts = count.cpu().numpy()
             else:
                 token, logprob = draw(logits, sampling.temperature)
             before = len(live)
@@ -241,7 +248,8 @@ class TransformersEngine:
             ids = torch.cat([ids, token[:, None]], dim=1)
             if len(live) < len(rows) and not model._is_stateful:
                 going = [i for i, row in enumerate(rows) if row in live]
-                ids, rows = ids[going], [rows[i] for i in going]
+                ids = ids[going]
+                rows = [rows[i] for i in going]
                 _select(going, inputs, ids.device)
             logits = _forward(model, ids, 1, inputs)
             if recorder is not None:

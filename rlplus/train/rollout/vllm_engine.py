@@ -78,20 +78,20 @@ class VLLMEngine:
         self._vllm = import_vllm()
         self._cpu = _on_cpu()
         self._check_options(config.vllm)
-        self._adapters, self._pushes, self._lora = adapters, 0, None
-        self._most_kept, self._tp = config.top_k, config.tensor_parallel_size
-        self._replays = config.routing_replay
+        self._adapters = adapters
+        self._pushes = 0
+        self._lora = None
+        self._config = config
         check_arguments(config, self._vllm)
         if config.sleep and self._cpu:
             raise ValueError("rollout.sleep gives GPU memory back: vLLM has it on CUDA only, and this is its CPU build")
-        self._sleeps, self._asleep = config.sleep, False
-        self._push_timeout_s = config.push_timeout_s
+        self._asleep = False
         self.clock = Clock("the generation", "rollout.progress_timeout_s", config.progress_timeout_s)
-        self._shared = dist.is_initialized() and self._tp > 1  # neighbouring ranks share it
-        self._ends, self._max_model_len = end_ids, max_model_len
+        self._shared = dist.is_initialized() and config.tensor_parallel_size > 1  # neighbouring ranks share it
+        self._ends = end_ids
+        self._max_model_len = max_model_len
         self._failure: str | None = None
         self._foreign_group = dist.is_initialized()
-        cache_mb = config.kv_cache_memory_mb or (DEFAULT_CACHE_MB if self._cpu else None)
         with _process_state_kept(), whole_model(), _no_future_warnings():
             path = config_path or model_path
             self._shapes, self._vocabulary = parameter_shapes(path, trust_remote_code=trust_remote_code)
@@ -105,29 +105,36 @@ class VLLMEngine:
                 "max_model_len": max_model_len,
                 "seed": seed,
                 "enforce_eager": config.enforce_eager or self._cpu,
-                # vLLM fails on the CPU on a seeded request whose prompt it takes in two parts.
-                "enable_chunked_prefill": not self._cpu,
-                "max_num_batched_tokens": max(CPU_BATCHED_TOKENS, max_model_len) if self._cpu else None,
-                "gpu_memory_utilization": config.gpu_memory_utilization,
-                "kv_cache_memory_bytes": cache_mb * 2**20 if cache_mb else None,
                 "logprobs_mode": "processed_logprobs",
                 "generation_config": "vllm",  # nothing of the model's own sampling settings
                 "use_tqdm_on_load": False,
-                "tensor_parallel_size": self._tp,
+                "tensor_parallel_size": config.tensor_parallel_size,
                 "enable_sleep_mode": config.sleep,
                 # More than one rank: take rank and device from the launcher, else all engines would use the first GPU.
                 "distributed_executor_backend": "external_launcher" if _world_size() > 1 else None,
+                **self._sizes(max_model_len),
                 **RECEIVER,
             }
             self._llm: Any = self._start(settings | config.vllm)
         self._watch_tokens(self._llm.llm_engine.engine_core)
         self._llm.init_weight_transfer_engine({"init_info": {"shapes": self._shapes}})
 
+    def _sizes(self, max_model_len: int) -> dict[str, Any]:
+        """Settings for the memory and for the tokens of a batch."""
+        cache_mb = self._config.kv_cache_memory_mb or (DEFAULT_CACHE_MB if self._cpu else None)
+        return {
+            # vLLM fails on the CPU on a seeded request whose prompt it takes in two parts.
+            "enable_chunked_prefill": not self._cpu,
+            "max_num_batched_tokens": max(CPU_BATCHED_TOKENS, max_model_len) if self._cpu else None,
+            "gpu_memory_utilization": self._config.gpu_memory_utilization,
+            "kv_cache_memory_bytes": cache_mb * 2**20 if cache_mb else None,
+        }
+
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[list[Completion]]:
         if self._failure:
             raise RuntimeError(self._failure)
         check_requests(requests, sampling, max_model_len=self._max_model_len, vocabulary=self._vocabulary)
-        check_sampling(sampling, self._most_kept, self._replays)
+        check_sampling(sampling, self._config.top_k, self._config.routing_replay)
         params = self._sampling_params(requests, sampling)
         asked = [({"prompt_token_ids": list(r.prompt)}, p) for r, p in zip(requests, params, strict=True) if r.n]
         outputs = iter(self._run_together(asked) if self._shared else self._run(asked))
@@ -152,9 +159,9 @@ class VLLMEngine:
 
     def _start(self, settings: dict[str, Any]) -> Any:
         """vLLM's engine, which returns tokens it kept and experts it chose if asked to, and expects the adapters."""
-        if self._most_kept:
+        if self._config.top_k:
             settings[MASKS] = True
-        if self._replays:
+        if self._config.routing_replay:
             settings[EXPERTS] = True
         if self._adapters is not None:
             self._shapes = self._adapters.shapes
@@ -165,9 +172,9 @@ class VLLMEngine:
                 llm.collective_rpc("expect_adapters", args=(self._adapters,))
             return llm
         except ValueError as error:
-            if self._most_kept and REPLAY in str(error):
-                raise ValueError(no_masks(self._most_kept, str(error))) from error
-            if self._replays and "AuxOutput" in str(error):
+            if self._config.top_k and REPLAY in str(error):
+                raise ValueError(no_masks(self._config.top_k, str(error))) from error
+            if self._config.routing_replay and "AuxOutput" in str(error):
                 raise ValueError(no_experts(str(error))) from error
             if self._adapters is not None and "LoRA" in str(error):
                 raise ValueError(refusal(str(error))) from error
@@ -189,9 +196,9 @@ class VLLMEngine:
 
     def _run_together(self, requests: list[Any]) -> list[Any]:
         """Ranks that share an engine run all requests, in the same order, and keep the answers to their own."""
-        everybody = agree.gathered(requests, self._tp)
+        everybody = agree.gathered(requests, self._config.tensor_parallel_size)
         outputs = self._run([request for part in everybody for request in part])
-        mine = dist.get_rank() % self._tp
+        mine = dist.get_rank() % self._config.tensor_parallel_size
         start = sum(map(len, everybody[:mine]))
         return outputs[start : start + len(requests)]
 
@@ -235,7 +242,8 @@ class VLLMEngine:
         if self._failure and not self._asleep:
             raise RuntimeError(self._failure)
         self._failure = f"the push of version {version} failed half-way: close this engine and make a new one"
-        asleep, self._asleep = self._asleep, False
+        asleep = self._asleep
+        self._asleep = False
         if asleep:
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()  # return memory that the trainer has freed to the device first
@@ -271,11 +279,11 @@ class VLLMEngine:
         if isinstance(weights, Parcel):
             yield {"parcel": asdict(weights)}
             return
-        with watched(weights, self._shapes, version=version, timeout_s=self._push_timeout_s) as checked:
+        with watched(weights, self._shapes, version=version, timeout_s=self._config.push_timeout_s) as checked:
             yield {"weights": checked}
 
     def sleep(self) -> None:
-        if self._sleeps and not self._asleep and self._failure is None:
+        if self._config.sleep and not self._asleep and self._failure is None:
             self._failure = "the engine is asleep: push weights before generating"
             # Weights and cache are dropped, as a push brings new ones; but for base weights, which it does not bring.
             self._llm.sleep(level=2 if self._adapters is None else 1)
@@ -285,7 +293,8 @@ class VLLMEngine:
         if self._llm is None:
             return
         self._failure = "the engine is closed"
-        llm, self._llm = self._llm, None
+        llm = self._llm
+        self._llm = None
         with _default_group_kept() if self._foreign_group else nullcontext():
             llm.llm_engine.engine_core.shutdown()
         del llm
@@ -304,7 +313,8 @@ def _completion(sample: Any, with_experts: bool) -> Completion:
         raise RuntimeError(f"want responses that end with stop or length; vLLM ended one with {sample.finish_reason}")
     mask = getattr(sample, "sampling_mask", None)
     kept = None if mask is None else KeptSets.of(mask.token_ids)
-    tokens, logprob = list(sample.token_ids), list(sample.logprobs.logprobs)
+    tokens = list(sample.token_ids)
+    logprob = list(sample.logprobs.logprobs)
     experts = getattr(sample, "routed_experts", None) if with_experts else None
     if experts is not None:
         experts = experts.astype(np.int16)  # every number of vLLM's uint8 may be an expert's: none is left
@@ -337,8 +347,10 @@ def _process_state_kept() -> Iterator[None]:
     that child processes inherit: the launcher's LOCAL_WORLD_SIZE and LD_PRELOAD.
     """
     environment = {name: os.environ.get(name) for name in ("LOCAL_WORLD_SIZE", "LD_PRELOAD")}
-    set_num_threads, threads = torch.set_num_threads, torch.get_num_threads()
-    python_state, numpy_state = random.getstate(), np.random.get_state()
+    set_num_threads = torch.set_num_threads
+    threads = torch.get_num_threads()
+    python_state = random.getstate()
+    numpy_state = np.random.get_state()
     devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
     try:
         with torch.random.fork_rng(devices):

@@ -7,7 +7,9 @@ from typing import Any
 from rlplus.train.config import RolloutConfig
 from rlplus.train.rollout.protocol import Sampling
 
-MASKS, EXPERTS = "return_sampling_mask", "enable_return_routed_experts"  # vLLM's arguments
+# vLLM's arguments.
+MASKS = "return_sampling_mask"
+EXPERTS = "enable_return_routed_experts"
 
 
 def no_masks(top_k: int, reason: str) -> str:

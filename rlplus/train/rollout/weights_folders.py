@@ -18,7 +18,8 @@ class WeightsFolders:
     """
 
     def __init__(self, place: Path, prefix: str) -> None:
-        self._given, self._prefix = place, prefix
+        self._given = place
+        self._prefix = prefix
 
     def new(self) -> Path:
         """A new, empty folder. OSError where it cannot be made, or be kept from others."""

@@ -69,7 +69,8 @@ class Trainer:
     """A worker's end: process pid, which has an `Answers` under fd. ValueError if it cannot be opened."""
 
     def __init__(self, run: str, pid: int, fd: int) -> None:
-        self.run, self.pid = run, int(pid)
+        self.run = run
+        self.pid = int(pid)
         path = f"/proc/{self.pid}/fd/{int(fd)}"  # numbers: a request may hold anything
         try:
             self._pipe = os.open(path, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)

@@ -14,7 +14,9 @@ def model_card(config: Config, step: int, best: dict[str, Any] | None) -> str:
 
     step: the model's. best: step and mean reward of the best validation, None without one.
     """
-    train, rollout, reward = config.train, config.rollout, config.reward
+    train = config.train
+    rollout = config.rollout
+    reward = config.reward
     rows = {
         "base model": config.model.path or "random weights",
         "data": ", ".join(config.data.paths),

@@ -19,7 +19,8 @@ from rlplus.train.trainer.logprob_gap import Compared, LogprobGap
 from rlplus.train.trainer.ranks import set_timeouts
 from rlplus.train.trainer.stop import Answer, StepGivenUp, StopSignal
 
-PROBES, PROBE_TOKENS = 8, 7  # prompts, and tokens behind each
+PROBES = 8  # prompts
+PROBE_TOKENS = 7  # behind each prompt
 
 logger = logging.getLogger(__name__)
 
@@ -60,8 +61,12 @@ class SyncedEngine:
         make: Callable[[], RolloutEngine],
         stop: StopSignal,
     ) -> None:
-        self.config, self.policy, self.prompts, self.pad_id = config, policy, prompts, pad_id
-        self._make, self._stop = make, stop
+        self.config = config
+        self.policy = policy
+        self.prompts = prompts
+        self.pad_id = pad_id
+        self._make = make
+        self._stop = stop
         self.engine = self._new()
         self.gap = 0.0  # found by the last probe
         self._agreement = LogprobGap(config, policy)
@@ -85,7 +90,8 @@ class SyncedEngine:
             self._version = version
         if self._probed is None or (probe and version != self._probed):
             gaps, compared = self._probe()
-            self.gap, self._probed = float(gaps.mean()) if len(gaps) else 0.0, version
+            self.gap = float(gaps.mean()) if len(gaps) else 0.0
+            self._probed = version
             self.check(float(gaps.sum()), len(gaps), compared, f"after the push of version {version}")
 
     def _probe(self) -> tuple[Tensor, list[Compared]]:
@@ -174,7 +180,9 @@ class SyncedEngine:
                 logger.warning("the failed engine does not close", exc_info=True)
             self.engine = self._new()
 
-        version, self._version, self._probed = self._version, None, None
+        version = self._version
+        self._version = None
+        self._probed = None
         self._agreed(make_again)
         if version is not None:
             self.sync(version, probe=True)

@@ -94,10 +94,13 @@ def _behind(example: Example, tokens: Sequence[int]) -> Example:
 
 def _continued(sample: Sample, c: Completion, version: int | None) -> Sample:
     """A copy with the completion behind its tokens so far. version: of the weights, if it is to be noted."""
-    before, new = len(sample.response), len(c.tokens)
-    logprob, sample = c.logprob, replace(sample, response=[*sample.response, *c.tokens], truncated=c.truncated)
+    before = len(sample.response)
+    new = len(c.tokens)
+    logprob = c.logprob
+    sample = replace(sample, response=[*sample.response, *c.tokens], truncated=c.truncated)
     if c.reward is not None:
-        sample.reward, sample.scored = c.reward, True
+        sample.reward = c.reward
+        sample.scored = True
     sample.metrics = c.metrics
     if c.trained is not None:
         sample.trained = [True] * before + c.trained
@@ -108,7 +111,8 @@ def _continued(sample: Sample, c: Completion, version: int | None) -> Sample:
     if sample.behavior_logprob is not None:
         sample.behavior_logprob = [*sample.behavior_logprob, *[nan] * new]
     if c.kept is not None:
-        so_far, sample.kept = sample.kept, KeptSets()
+        so_far = sample.kept
+        sample.kept = KeptSets()
         if so_far is None:
             sample.kept.skip(before)
         else:
@@ -146,7 +150,9 @@ def score(samples: Sequence[Sample], examples: Sequence[Example], scorer: Scorer
     if what := agree.failures(failure):
         raise SharedFailure(f"the step's responses could not be graded: {what}") from failure
     for sample, result in zip(ungraded, scores, strict=True):
-        sample.reward, sample.status, sample.detail = result.value, result.status, result.detail
+        sample.reward = result.value
+        sample.status = result.status
+        sample.detail = result.detail
     for sample in samples:
         if sample.demonstration and not sample.scored:
             sample.reward = examples[sample.group].demonstration_reward

@@ -25,7 +25,8 @@ class LogprobGap:
     """The mean gap between the logprobs of an engine and of the trainer, and what of it is rounding. Collective."""
 
     def __init__(self, config: Config, policy: Policy) -> None:
-        self.config, self.policy = config, policy
+        self.config = config
+        self.policy = policy
         self._explained = 0.0  # the largest mean gap that rounding was found to explain
 
     def fault(self, total: float, count: float, compared: Sequence[Compared], engine: str, when: str) -> str:
@@ -35,7 +36,8 @@ class LogprobGap:
         ranks that share micro-batches, and each counts. Where `rollout.max_logprob_gap` is not given, more than the
         default is right as far as the model's own rounding explains it. Two forward passes measure that, where needed.
         """
-        given, dtype = self.config.rollout.max_logprob_gap, self.config.model.dtype
+        given = self.config.rollout.max_logprob_gap
+        dtype = self.config.model.dtype
         limit = given or MAX_LOGPROB_GAPS[dtype]
         gaps = self._means(total, count)
         if max(gaps) <= (given or max(limit, self._explained)):
@@ -74,12 +76,14 @@ class LogprobGap:
 
     def _rounding(self, compared: Sequence[Compared]) -> list[float] | str:
         """The same means of the logprobs' change when the layers compute in a wider dtype; or why they are unknown."""
-        total, count = 0.0, 0
+        total = 0.0
+        count = 0
         try:
             for batch, engine_logprob in compared:
                 change = self.policy.rounding(batch)[~engine_logprob.isnan()].double()
                 change = change[change.isfinite()]
-                total, count = total + float(change.sum()), count + change.numel()
+                total = total + float(change.sum())
+                count = count + change.numel()
         except RuntimeError as error:
             if not any(word in str(error) for word in ONE_DTYPE):  # out of memory, or a rank that is gone
                 raise

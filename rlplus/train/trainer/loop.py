@@ -65,7 +65,8 @@ def train_step(run: Run, evaluate: Evaluate | None = None, validate: Evaluate | 
     exactly these. With train.overlap the batch exists already, sampled with weights at most so many steps older, and
     the engine continues with the next ones. With rollout.segment the first tokens of long responses are older, too.
     """
-    step, recipe = Step(run), run.recipe
+    step = Step(run)
+    recipe = run.recipe
     batch = step.collect()  # prompts, rollouts and rewards, until the recipe has enough
     step.credit(batch)  # an advantage per sample or per token
     step.keep(batch)  # some samples, to be read

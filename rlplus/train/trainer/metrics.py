@@ -168,7 +168,9 @@ class RunLog:
     """
 
     def __init__(self, folder: Path, progress: Progress, reporter: Reporter, trackers: Sequence[Track] = ()) -> None:
-        self.enabled, self.reporter, step = reporter.enabled, reporter, progress.step
+        self.enabled = reporter.enabled
+        self.reporter = reporter
+        step = progress.step
         if not self.enabled:
             return
         self.samples = folder / SAMPLES

@@ -40,7 +40,9 @@ class Progress:
         }
 
     def restore(self, state: dict[str, Any]) -> None:
-        self.step, self.generated, self.nonfinite = state["step"], state["generated"], dict(state["nonfinite"])
+        self.step = state["step"]
+        self.generated = state["generated"]
+        self.nonfinite = dict(state["nonfinite"])
         self.external_share = state["external_share"]
         self.best = state["best"]
         self.since_best = state.get("since_best", 0)  # version 0.3.0 did not count them
@@ -113,7 +115,8 @@ class Progress:
         if self.best is not None and reward <= self.best["reward"]:
             self.since_best += 1
             return self.early_end or None
-        self.best, self.since_best = {"step": self.step, "reward": reward}, 0
+        self.best = {"step": self.step, "reward": reward}
+        self.since_best = 0
         return f"step {self.step}: the best validation so far, mean reward {reward:.4g}; its checkpoint is kept"
 
     def note_idleness(self, metrics: dict[str, float]) -> str | None:
@@ -121,7 +124,8 @@ class Progress:
         self.idle = 0 if metrics["actor/updated"] else self.idle + 1
         if self.idle < IDLE_STEPS or self.idle & (self.idle - 1):
             return None
-        clipped, masked = (metrics.get(name, 0.0) for name in ("response_length/clipped", "reward/masked"))
+        clipped = metrics.get("response_length/clipped", 0.0)
+        masked = metrics.get("reward/masked", 0.0)
         reason = self.config.algorithm.resolve().recipe.no_update
         rewards = f"mean reward {metrics['reward/mean']:.3g}" if "reward/mean" in metrics else "no reward"
         return (

@@ -44,7 +44,9 @@ def select_prompts(
 
     verdicts: an earlier grading's; without any the demonstrations are graded, where the algorithm takes them.
     """
-    algorithm, kept, graded = config.algorithm.resolve(), list(examples), None
+    algorithm = config.algorithm.resolve()
+    kept = list(examples)
+    graded = None
     if algorithm.needs_demonstrations:
         verdicts = verdicts or grade_demonstrations(examples, scorer, decode)
         kept, graded = keep_passed(examples, verdicts)

@@ -28,7 +28,8 @@ def note_start(path: Path, step: int, surroundings: Mapping[str, str], devices: 
     surroundings: the versions and hashes that a resume compares. devices: the name of each rank's device. A damaged
     file is moved aside, since nothing of the run depends on it.
     """
-    starts, notes = [], []
+    starts = []
+    notes = []
     if step and path.is_file():
         try:
             starts = read_starts(path)

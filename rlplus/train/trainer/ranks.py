@@ -106,7 +106,9 @@ class _Alone(_Base):
         return self._copied(outputs, [value for (value,) in inputs])
 
     allreduce = allreduce_coalesced = broadcast = reduce = _unchanged
-    gather, scatter, alltoall = allgather, reduce_scatter, _copied
+    gather = allgather
+    scatter = reduce_scatter
+    alltoall = _copied
     all_gather_single = reduce_scatter_single = all_to_all_single = _copied_single
     all_gather_single_coalesced = reduce_scatter_single_coalesced = _copied
     # The same before torch 2.13.

@@ -23,7 +23,8 @@ from rlplus.train.trainer.progress import Progress
 from rlplus.train.trainer.stop import Interrupted
 
 BEAT_S = 2.0  # interval of looks at what the run does, and so of the file's versions
-SETTLED_S, AGAIN_S = 3.0, 30.0  # age at which a phase gets a line, and the time between its lines
+SETTLED_S = 3.0  # age at which a phase gets a line
+AGAIN_S = 30.0  # time between its lines
 BETWEEN_STEPS_S = 1.0  # interval of the steps' lines, at least: a toy does many steps in a second
 RECENT = 50  # steps that the time left is computed from
 SAYS_MUCH = 1 / 8  # share of a phase's work after which it tells the time of the rest
@@ -69,14 +70,18 @@ class Reporter:
         enabled: bool = True,
         clock: Callable[[], float] = monotonic,
     ) -> None:
-        self.enabled, self._path, self._title, self._ranks = enabled, folder / PROGRESS, title, ranks
+        self.enabled = enabled
+        self._path = folder / PROGRESS
+        self._title = title
+        self._ranks = ranks
         self._clock = clock
         self._console = Terminal(stderr=True)
         self._console.quiet = not enabled
         self._over = threading.Event()
         self._progress: Progress | None = None
         self._pace = Pace()
-        self._begun, self._before = time.time(), 0.0  # the share of the run that was done at the end of the last step
+        self._begun = time.time()
+        self._before = 0.0  # the share of the run that was done at the end of the last step
         self._resumed_at = 0
         self._step_since = self._step_line = self._line = -AGAIN_S
         self._lined: tuple[str, float] | None = None  # the phase that had the last line
@@ -106,7 +111,8 @@ class Reporter:
 
     def follow(self, progress: Progress, earlier: Sequence[Mapping[str, float]]) -> None:
         """The counts of the run from here on. earlier: the metrics of the steps before, for a run that is resumed."""
-        self._resumed_at, self._before = progress.step, progress.share_done
+        self._resumed_at = progress.step
+        self._before = progress.share_done
         earlier = [step for step in earlier if {"generated_tokens", "time/step"} <= step.keys()]
         shares = [progress.share(int(step["step"]), int(step["generated_tokens"])) for step in earlier]
         for (before, share), step in zip(pairwise(shares), earlier[1:], strict=True):
@@ -120,9 +126,11 @@ class Reporter:
     def step(self, metrics: Mapping[str, float]) -> None:
         """The end of a step, whose metrics these are."""
         assert self._progress is not None, "want `follow` before the first step"
-        now, share = self._clock(), self._progress.share_done
+        now = self._clock()
+        share = self._progress.share_done
         self._pace.add(share - self._before, metrics["time/step"])
-        self._before, self._step_since = share, now
+        self._before = share
+        self._step_since = now
         if now - self._step_line < BETWEEN_STEPS_S and share < 1:
             return
         self._step_line = self._line = now
@@ -135,7 +143,8 @@ class Reporter:
         phase = activity.current.phase, activity.current.since
         known = phase == self._lined
         if now - self._line >= (AGAIN_S if known else SETTLED_S) and now - phase[1] >= SETTLED_S:
-            self._lined, self._line = phase, now
+            self._lined = phase
+            self._line = now
             self.say(self._phase_line())
         self._write("running")
 
@@ -146,7 +155,9 @@ class Reporter:
 
     def state(self) -> dict[str, Any]:
         """The contents of progress.json. All times are in seconds; done and total are null in a phase of no pieces."""
-        now, current, progress = self._clock(), activity.current, self._progress
+        now = self._clock()
+        current = activity.current
+        progress = self._progress
         work, unit = activity.work()
         rate = None
         if work is activity.rollouts and work.tokens and now > work.since:
@@ -204,7 +215,8 @@ class Reporter:
     def _place(self, step: str) -> str:
         assert self._progress is not None
         percent = int(100 * self._progress.share_done + 1e-9)  # rounded down: 100% is the end
-        limit, most = self._limit(), self._progress.config.train.steps
+        limit = self._limit()
+        most = self._progress.config.train.steps
         return f"{self._title} {percent:3}% {f'of {limit}, {step} of at most' if limit else f'{step} of'} {most}"
 
     def _limit(self) -> str:

@@ -78,10 +78,16 @@ class Rollouts:
         engine: SyncedEngine,
         respond: Respond,
     ) -> None:
-        self.config, self.recipe, self.policy = config, recipe, policy
-        self.examples, self.sampler, self.pad_id, self.engine = examples, sampler, pad_id, engine
+        self.config = config
+        self.recipe = recipe
+        self.policy = policy
+        self.examples = examples
+        self.sampler = sampler
+        self.pad_id = pad_id
+        self.engine = engine
         self.respond = respond
-        self.rank, self.world = dist.get_rank(), dist.get_world_size()
+        self.rank = dist.get_rank()
+        self.world = dist.get_world_size()
         self._ahead: list[Ahead] = []  # ordered as they are generated and trained on
         self._waiting: list[Drawn] = []  # behind the batch that was drawn last
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="rollouts")
@@ -99,7 +105,8 @@ class Rollouts:
         With train.overlap the batch exists already. If it is the last one, the weights are pushed for the next ones,
         whose generation starts.
         """
-        overlap, stale = self.config.train.overlap, self.config.stale
+        overlap = self.config.train.overlap
+        stale = self.config.stale
         assert not overlap or self._ahead == self._begin[1], "want one draw per step with train.overlap"
         last = len(self._ahead) <= 1
         if last and self.recipe.algorithm.generates:
@@ -113,7 +120,8 @@ class Rollouts:
             else:
                 drawn, *self._waiting = self.engine.ask(self._question(step), interruptible=True)
             for _ in range(overlap if last else 0):
-                position, question = self.sampler.state(), self._question(step)
+                position = self.sampler.state()
+                question = self._question(step)
                 self._ahead.append(Ahead(position, self._thread.submit(question, self.engine.engine)))
         if self.config.rollout.segment:
             tally_segments(tally, drawn.samples, step)
@@ -169,7 +177,9 @@ class Rollouts:
 
         Without other ranks; prompts are drawn now.
         """
-        newest, waiting, count = self._ahead[-1].coming if self._ahead else None, self._waiting, len(self._waiting)
+        newest = self._ahead[-1].coming if self._ahead else None
+        waiting = self._waiting
+        count = len(self._waiting)
         if newest is not None:
             count = self.config.rollout.waiting
         # A seed for every draw of every rank, the same after a resume.
@@ -201,7 +211,8 @@ class Rollouts:
 
     def _continued(self, engine: RolloutEngine, batches: Sequence[Drawn], seed: int, version: int) -> list[Drawn]:
         """The first batch whole, and a segment more of each of the others. All samples that change are new ones."""
-        start, segment = time.perf_counter(), self.config.rollout.segment
+        start = time.perf_counter()
+        segment = self.config.rollout.segment
         samples = [sample for batch in batches for sample in batch.samples]
         if self.recipe.algorithm.generates:  # all ranks or none: some engines are shared by several
             going = []

@@ -39,13 +39,15 @@ class StepStart:
     """
 
     def __init__(self, rollouts: Rollouts, recipe: Recipe) -> None:
-        self._rollouts, self._recipe = rollouts, recipe
+        self._rollouts = rollouts
+        self._recipe = recipe
         self.under_way = self.can_redo = False
 
     def take(self) -> None:
         """A step begins here."""
         self.under_way = self.can_redo = True
-        self._random, self._of_recipe = checkpoint.random_state(), self._recipe.state()
+        self._random = checkpoint.random_state()
+        self._of_recipe = self._recipe.state()
 
     def go_back(self) -> None:
         self._rollouts.rewind()
@@ -128,7 +130,8 @@ class Run:
 
     def conclude(self) -> None:
         """Write the model and log its path; Interrupted if a signal ended the run."""
-        step, signal = self.progress.step, self.progress.interrupted
+        step = self.progress.step
+        signal = self.progress.interrupted
         if signal:
             next_time = "--resume goes on from here" if step else "there is no checkpoint yet, start the run again"
             self.log.say(f"stopped after step {step}: {next_time}")
@@ -144,7 +147,8 @@ class Run:
         agree.barrier()  # the next stage reads it on every rank
         idle = self.progress.idle == step
         unchanged = " (no step had an update: it is the one that the run began with)" if idle else ""
-        train, steps = self.config.train, f"{step} steps done"
+        train = self.config.train
+        steps = f"{step} steps done"
         if train.steps is not None and step < train.steps and not self.progress.early_end:
             steps = f"{step} of at most {train.steps} steps done, with train.generated_tokens={train.generated_tokens}"
         self.log.say(f"{steps}; model in {model}{unchanged}")

@@ -37,8 +37,10 @@ class RunFolder:
     """
 
     def __init__(self, config: Config, resume: str | None, stack: ExitStack) -> None:
-        self.config, self.path = config, Path(config.output_dir)
-        self.checkpoints, self.model = self.path / "checkpoints", self.path / "model"
+        self.config = config
+        self.path = Path(config.output_dir)
+        self.checkpoints = self.path / "checkpoints"
+        self.model = self.path / "model"
         self._exported = (
             self.checkpoints / "exported"
         )  # names the checkpoint whose model has been written, and the model
@@ -102,7 +104,8 @@ class RunFolder:
         best = state["best"] and checkpoint.name_of(state["best"]["step"])
         # Parameters that are not trained are in the model's own files, which a resumed run finds unchanged or refuses.
         unknown = self.config.model.path is not None and self.fixed["weights"] is None
-        kept, fixed = self.config.checkpoint.keep, state | self.fixed
+        kept = self.config.checkpoint.keep
+        fixed = state | self.fixed
         checkpoint.save(engines, self.checkpoints, step, fixed, kept, rank_state, best, frozen=unknown)
 
     def note_result(self, step: int) -> None:
@@ -117,7 +120,8 @@ def find_checkpoint(folder: Path, resume: str | None) -> Path | None:
     resume: as for `rlplus.train.trainer.train`. Raises ValueError, on all ranks, if there is none or it is damaged, or
     if ranks see different ones: some would start anew, and train other steps.
     """
-    last, failure = None, None
+    last = None
+    failure = None
     try:
         last = _find(folder, resume)
     except ValueError as error:
@@ -190,7 +194,8 @@ def state_to_resume(last: Path, config: Config, now: dict[str, str]) -> tuple[di
     """
     state = checkpoint.read_state(last)
     written = config_in(last, state)
-    before, after = (each.model_copy(update={"reward": each.reward.stated}) for each in (written, config))
+    before = written.model_copy(update={"reward": written.reward.stated})
+    after = config.model_copy(update={"reward": config.reward.stated})
     changed = _differences(before.model_dump(mode="json"), after.model_dump(mode="json"))
     if changed:
         raise ValueError(f"{last} was written with another configuration: {'; '.join(changed)}")
@@ -200,7 +205,8 @@ def state_to_resume(last: Path, config: Config, now: dict[str, str]) -> tuple[di
         notes.append("the run's length has changed: from here on its learning rate is that of a run of the new length")
     if state["best"] is not None and _choice(written) != _choice(config):
         notes.append("validation has changed: from here on the best checkpoint is chosen anew")
-        state["best"], state["since_best"] = None, 0
+        state["best"] = None
+        state["since_best"] = 0
     was = state["surroundings"]
     for name in sorted(was.keys() | now.keys()):
         if was.get(name) != now.get(name):
@@ -232,8 +238,10 @@ def check_inputs(last: Path, state: dict[str, Any], config: Config, fingerprints
     """ValueError if data or model differ from the checkpoint's. Their location does not matter."""
     for key, name in MAY_MOVE.items():
         section = key.partition(".")[0]
-        was, now = state["config"][section]["path"], config.model_dump(mode="json")[section]["path"]
-        saved, found = state[name], fingerprints[name]
+        was = state["config"][section]["path"]
+        now = config.model_dump(mode="json")[section]["path"]
+        saved = state[name]
+        found = fingerprints[name]
         if was != now and (saved is None or found is None):
             raise ValueError(f"{last} has no fingerprint to compare with: want {key} {was!r} as there; got {now!r}")
         if saved is not None and saved != found:
@@ -243,7 +251,9 @@ def check_inputs(last: Path, state: dict[str, Any], config: Config, fingerprints
 def _differences(saved: dict[str, Any], now: dict[str, Any], prefix: str = "") -> list[str]:
     found = []
     for key in sorted(saved.keys() | now.keys()):
-        name, was, is_ = f"{prefix}{key}", saved.get(key), now.get(key)
+        name = f"{prefix}{key}"
+        was = saved.get(key)
+        is_ = now.get(key)
         if name in MAY_CHANGE or name in MAY_MOVE or was == is_:
             continue
         if isinstance(was, dict) and isinstance(is_, dict):

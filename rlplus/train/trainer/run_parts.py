@@ -81,7 +81,8 @@ def _made(config: Config, resume: str | None, stack: ExitStack) -> Run:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it when it starts; torch wants it
         os.environ["FLASH_ATTENTION_DETERMINISTIC"] = "1"  # transformers hands it on to flash-attn
     initialize_distributed(config.train.collective_timeout_s)
-    rank, world = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
+    world = dist.get_world_size()
     if (each := config.train.prompts_per_update or config.train.prompts_per_step) % world:
         raise ValueError(f"want prompts_per_step and _per_update multiples of the {world} ranks; got {each}")
     folder = RunFolder(config, resume, stack)
@@ -104,7 +105,8 @@ def _made(config: Config, resume: str | None, stack: ExitStack) -> Run:
     recipe = make_recipe(config)
     agree.phase("model")
     policy = Policy(config, model_path, model_config, reference=recipe.algorithm.needs_reference)
-    recipe.policy, recipe.ends = policy, ends
+    recipe.policy = policy
+    recipe.ends = ends
     recipe.build(model_path, model_config, pad_id)
     learners: dict[str, Learner] = {"policy": policy} | dict(recipe.learners)
     _load_learners(learners, folder, stack)
@@ -159,7 +161,8 @@ def _load_data(
     """Examples, whose demonstrations the run's own reward accepts, and prompts; and notes of what was dropped."""
     weights = None if config.model.path is None or dist.get_rank() else weights_fingerprint(config.model.path)
     weights = agree.gathered(weights)[0]
-    lora, alone = config.model.lora, config.rollout.lora == "adapters"
+    lora = config.model.lora
+    alone = config.rollout.lora == "adapters"
     if lora is not None and (lora.quantization or alone) and config.model.path is not None and weights is None:
         key = "rollout.lora adapters" if alone else "model.lora.quantization"
         raise ValueError(

@@ -21,7 +21,8 @@ def kept_samples(run: Run, batch: Batch, ungraded: Sequence[Answered]) -> list[K
 
     Collective: a forward pass over them, in which the other ranks take part with dummies.
     """
-    config, groups = run.config, run.config.log.sample_groups
+    config = run.config
+    groups = run.config.log.sample_groups
     chosen: list[Answered] = []
     if run.rank == 0:
         chosen = [(batch.examples[s.group], s) for s in batch.samples if s.group < groups]

@@ -38,7 +38,9 @@ class Step:
     """One step of a run, with its metrics in `tally`. Every rank calls each method."""
 
     def __init__(self, run: Run) -> None:
-        self.run, self.config, self.tally = run, run.config, Tally()
+        self.run = run
+        self.config = run.config
+        self.tally = Tally()
         self.generated = 0  # tokens, on this rank
         self.updated = False  # the policy
         self.failure: SharedFailure | None = None  # an evaluation's
@@ -55,8 +57,10 @@ class Step:
 
         Afterwards the engine sleeps, if it does so while the policy trains.
         """
-        recipe, algorithm = self.run.recipe, self.run.recipe.algorithm
-        options, shaping = algorithm.refill, algorithm.shaping
+        recipe = self.run.recipe
+        algorithm = self.run.recipe.algorithm
+        options = algorithm.refill
+        shaping = algorithm.shaping
         batch = recipe.collect(self._draw if options is None else partial(self._refill, options))
         if shaping is not None:
             shape(batch.samples, shaping, self.config.rollout.max_response_length)
@@ -71,7 +75,8 @@ class Step:
 
         Groups that the recipe wants sampled again are replaced.
         """
-        run, tally = self.run, self.tally
+        run = self.run
+        tally = self.tally
         batch = self._score(run.rollouts.draw(run.progress.step, tally))
         tries = 0
         while agree.largest(bool(asks := run.recipe.again(batch, tries))):
@@ -113,7 +118,9 @@ class Step:
 
     def _penalize(self, samples: Sequence[Sample]) -> None:
         """Set the token rewards to the KL penalty: -reward_kl_coef (log p - log p_ref) of sampled tokens."""
-        run, policy, coefficient = self.run, self.run.policy, self.run.recipe.algorithm.reward_kl_coef
+        run = self.run
+        policy = self.run.policy
+        coefficient = self.run.recipe.algorithm.reward_kl_coef
         with self.tally.time("old_logprob"):
             ask = partial(by_sample, samples, config=self.config, pad_id=run.pad_id, device=policy.device)
             if self.config.stale:  # sampled by several policies
@@ -167,7 +174,9 @@ class Step:
 
     def remember(self, work: Sequence[Work]) -> None:
         """Store the logprobs under the policy before the step's first update, and under the reference, if any."""
-        policy, config, changed = self.run.policy, self.config, False
+        policy = self.run.policy
+        config = self.config
+        changed = False
         self._compared = [(micro, micro.engine_logprob) for _, batches in work for micro in batches]
         # Demonstrations of train.overlap come with the logprobs of the weights that sampled beside them.
         shown = config.stale and not config.train.overlap and _shows_any(work)
@@ -189,7 +198,9 @@ class Step:
         """Gradients and statistics of an update. The first one checks the engine's logprobs before weights change."""
         if not batches:
             return []
-        run, tally, algorithm = self.run, self.tally, update.algorithm
+        run = self.run
+        tally = self.tally
+        algorithm = update.algorithm
         on_policy = not self.updated and not self.config.stale
         with tally.time("update"):
             engine_logprobs = [micro.engine_logprob for micro in batches]
@@ -218,9 +229,12 @@ class Step:
 
     def optimize(self, update: Update) -> float | None:
         """Take the optimizer's step on the accumulated gradient; returns the gradient's norm."""
-        run, policy, limit = self.run, self.run.policy, update.algorithm.skip_grad_norm
+        run = self.run
+        policy = self.run.policy
+        limit = update.algorithm.skip_grad_norm
         self.updated = True
-        run.start.can_redo, lr = False, policy.lr
+        run.start.can_redo = False
+        lr = policy.lr
         with self.tally.time("update"), self.tally.time("optimizer"):
             applied = policy.step(limit)
         grad_norm = policy.grad_norm
@@ -252,7 +266,9 @@ class Step:
 
     def end(self, batch: Batch) -> None:
         """Count the step, log it, and let all ranks agree on whether a signal ended the run."""
-        run, tally, progress = self.run, self.tally, self.run.progress
+        run = self.run
+        tally = self.tally
+        progress = self.run.progress
         tally.mean("generated", self.generated * run.world)
         tally.maximum("seconds", batch.seconds)
         tally.maximum("signal", run.stop.number)

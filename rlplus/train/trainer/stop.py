@@ -43,7 +43,8 @@ class StopSignal:
 
     def __init__(self, *, checkpoint: bool = True) -> None:
         self.number = 0
-        self._with, self._without = (" with a checkpoint", ", without") if checkpoint else ("", "")
+        self._with = " with a checkpoint" if checkpoint else ""
+        self._without = ", without" if checkpoint else ""
         self._since = 0.0
         self._interrupts = False
 
@@ -63,7 +64,8 @@ class StopSignal:
             if time.monotonic() - self._since < ONE_SIGNAL_S:
                 return
             raise Interrupted(number, f"stopped at once by signal {number}{self._without and ', without a checkpoint'}")
-        self.number, self._since = number, time.monotonic()
+        self.number = number
+        self._since = time.monotonic()
         self._say(f"stopping{self._with}; once more after {ONE_SIGNAL_S:g} s to stop at once{self._without}")
         if self._interrupts:
             raise StepGivenUp(number)

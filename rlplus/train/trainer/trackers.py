@@ -53,7 +53,9 @@ class _Tracker:
     """A run of a tracker, None where it could not be started."""
 
     def __init__(self, name: str, start: Callable[[], Any]) -> None:
-        self.name, self.run, self._failed = name, None, False
+        self.name = name
+        self.run = None
+        self._failed = False
         with self._never_fatal(but=ValueError):
             self.run = start()
 

@@ -17,7 +17,9 @@ def make_grader(settings: Mapping[str, Any], load: Callable[[str], Any]) -> Judg
     `columns`: names of the values that come with each item. load: `import_function` of rlplus/common/lazy.py.
     ValueError or an import error if it cannot be set up.
     """
-    cut_off, box, think = (settings[name] for name in ("cut_off", "box", "require_think"))
+    cut_off = settings["cut_off"]
+    box = settings["box"]
+    think = settings["require_think"]
     named = settings["kind"] if settings["function"] is None else settings["function"]
     weights = {named: 1.0} if isinstance(named, str) else named
     if not isinstance(weights, dict):

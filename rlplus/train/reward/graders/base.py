@@ -30,7 +30,8 @@ def last_box(text: str) -> str | None:
 
 def _closing_braces(text: str) -> dict[int, int]:
     """The place of the brace that closes each opening one. One pass, however many boxes a policy leaves open."""
-    opened, closing = list[int](), dict[int, int]()
+    opened = list[int]()
+    closing = dict[int, int]()
     for brace in _BRACE.finditer(text):
         if brace[0] == "{":
             opened.append(brace.start())

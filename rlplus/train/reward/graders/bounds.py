@@ -7,9 +7,14 @@ import re
 from math import comb, inf, log10
 from typing import Any, NamedTuple
 
-LONGEST, DEEPEST, DIGITS_IN_A_ROW = 5000, 40, 1000  # characters of an expression, its brackets, a number's digits
-COMMAS, BARS, POWERS = 200, 12, 10  # commas, bars of absolute values, powers within each other
-DIGITS, TERMS = 10_000, 250  # a result's
+LONGEST = 5000  # characters of an expression
+DEEPEST = 40  # its brackets
+DIGITS_IN_A_ROW = 1000  # of a number
+COMMAS = 200
+BARS = 12  # of absolute values
+POWERS = 10  # within each other
+DIGITS = 10_000  # of a result
+TERMS = 250  # of a result
 _LETTER = 0.5  # digits of a value without a size, as the base of a power: x, pi, e
 _BAR = re.compile(r"\||\\[lr]?vert\b")
 _SIGNS = re.compile(rf"(?:[-+]\s*){{{DEEPEST + 1}}}")
@@ -59,7 +64,9 @@ def too_long(text: str) -> str | None:
 
 def _deepest(text: str, *, powers: bool = False) -> int:
     """The largest number of brackets around a place; powers: of those that are exponents."""
-    opened, deepest, before = list[int](), 0, ""
+    opened = list[int]()
+    deepest = 0
+    before = ""
     for sign in text:
         if sign in "{([":
             opened.append((opened[-1] if opened else 0) + (before == "^" or not powers))
@@ -82,7 +89,8 @@ def _size(node: Any) -> _Size:
 
 
 def _size_of(node: Any, parts: list[_Size]) -> _Size:
-    digits, name = sum(part.digits for part in parts), type(node).__name__
+    digits = sum(part.digits for part in parts)
+    name = type(node).__name__
     if getattr(node, "is_Rational", False):
         return _Size(log10(max(abs(node.p), node.q)), 0)
     if getattr(node, "is_Float", False):
@@ -103,8 +111,8 @@ def _size_of(node: Any, parts: list[_Size]) -> _Size:
     if name in ("factorial", "factorial2", "subfactorial", "gamma"):
         return _Size(_count(digits) * max(digits, _LETTER), 0)
     if name == "binomial":
-        above, below = (_count(part.digits) for part in parts)
-        return _Size(min(above * log10(2), below * max(parts[0].digits, _LETTER)), 0)
+        above, below = parts
+        return _Size(min(_count(above.digits) * log10(2), _count(below.digits) * max(above.digits, _LETTER)), 0)
     if name in ("Integral", "Limit", "Derivative"):
         raise _TooLarge("want an expression without integrals, limits and derivatives to compute")
     if name in ("Sum", "Product"):  # a body, and (variable, from, to) for each variable

@@ -104,7 +104,8 @@ def _same_value(output: str, wanted: Any) -> bool:
 
 def _same_text(output: str, wanted: str) -> bool:
     """Equal texts up to white space and the notation of numbers."""
-    one, other = ([line.split() for line in text.strip().splitlines()] for text in (output, wanted))
+    one = [line.split() for line in output.strip().splitlines()]
+    other = [line.split() for line in wanted.strip().splitlines()]
     return len(one) == len(other) and all(
         len(ours) == len(theirs) and all(map(_same_word, ours, theirs)) for ours, theirs in zip(one, other, strict=True)
     )

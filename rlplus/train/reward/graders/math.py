@@ -24,10 +24,12 @@ _KEPT = 4096  # answers and verdicts
 _WHOLE = re.compile(r"(-?\d{1,9})(?:\.0+)?")
 _ONE_NUMBER = re.compile(r"\(?\d+\)?")  # as the parser gives its text: without spaces
 _BLANKS = re.compile(r"[ \t]{2,}")
-_OPENED, _MOST_OPEN = (("\\(", "\\)"), ("\\[", "\\]"), ("\\boxed{", "}")), 100
+_OPENED = (("\\(", "\\)"), ("\\[", "\\]"), ("\\boxed{", "}"))
+_MOST_OPEN = 100
 _READ_FIRST = re.compile("final answer", re.IGNORECASE)  # Math-Verify reads what follows it first, or too
 _PERCENT = re.compile("%|percent|pct", re.IGNORECASE)  # part of the number, if it follows the box
-_SMALL, _DIGITS = 1e-4, 5e-4  # numbers below this are compared by their share of the larger one
+_SMALL = 1e-4  # numbers below this are compared by their share of the larger one
+_DIGITS = 5e-4
 _FORMULA_MARKS = ("$", "[", "]", "\n", "\\(", "\\)")  # a formula could end there, inside the box
 
 
@@ -80,7 +82,8 @@ def load_math_verify() -> Any:
             _refuse(next(filter(None, map(too_large, args)), None))
             return super().handle_gcd_lcm(f, args)
 
-    latex2sympy2.PSParser, latex2sympy2._Latex2Sympy = TwoStageParser, BoundedConverter
+    latex2sympy2.PSParser = TwoStageParser
+    latex2sympy2._Latex2Sympy = BoundedConverter
     # math-verify's own timeouts are signals, swallowed as "not equal"; here the parent kills and counts instead.
     logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its timeouts are off
     return math_verify
@@ -98,7 +101,8 @@ def math_verify(*, box: bool = False, plain: bool = False) -> Grader:
     grade = partial(values.grade_box, plain=plain) if only_box else values.grade
 
     def verdict(text: str, answer: str, row: Mapping[str, Any]) -> Grade:
-        text, answer = as_latex(text), as_latex(answer).strip()
+        text = as_latex(text)
+        answer = as_latex(answer).strip()
         alone = last_box(answer) or answer
         if stands_for_none(alone):
             return 0.0, "bad_gold", f"the reference {answer!r} stands for a missing answer"
@@ -128,13 +132,16 @@ class _Values:
         math_verify = load_math_verify()
         from latex2sympy2_extended.latex2sympy2 import normalize_latex
 
-        self._normalize, self._normalization = normalize_latex, math_verify.LatexExtractionConfig().normalization_config
+        self._normalize = normalize_latex
+        self._normalization = math_verify.LatexExtractionConfig().normalization_config
         self._parse = partial(math_verify.parse, parsing_timeout=None)
         self._only_boxes = [math_verify.LatexExtractionConfig(try_extract_without_anchor=False)]
         kept = lru_cache(maxsize=_KEPT)
         self._normal = kept(self._normal_of)
-        self._read_box, self._read_gold = kept(self._box_read), kept(self._gold_read)
-        self._box_verdict, self._last_box_verdict = kept(self._judge_box), kept(self._judge_last_box)
+        self._read_box = kept(self._box_read)
+        self._read_gold = kept(self._gold_read)
+        self._box_verdict = kept(self._judge_box)
+        self._last_box_verdict = kept(self._judge_last_box)
 
     def grade(self, text: str, answer: str) -> Grade:
         """Math-Verify's verdict."""
@@ -193,7 +200,8 @@ class _Values:
 
     def _judge_box(self, content: str, answer: str) -> Grade | None:
         """None if sympy cannot read the box, so that Math-Verify would read more of the text."""
-        first, second = _WHOLE.fullmatch(content), _WHOLE.fullmatch(answer)
+        first = _WHOLE.fullmatch(content)
+        second = _WHOLE.fullmatch(answer)
         if first and second:
             return float(int(first[1]) == int(second[1])), "ok", ""
         if "\\boxed" not in answer and self._normal(content) and self._normal(content) == self._normal(answer):
@@ -204,7 +212,8 @@ class _Values:
         return same_value(self._read_gold(answer), found)
 
     def _judge_last_box(self, content: str, answer: str, plain: bool) -> Grade:
-        gold, found = self._read_gold(answer), self._parse(f"\\boxed{{{content}}}", self._only_boxes)
+        gold = self._read_gold(answer)
+        found = self._parse(f"\\boxed{{{content}}}", self._only_boxes)
         if not found:
             return 0.0, "unparsed", "math-verify cannot read the box"
         verdict = same_value(gold, found)
@@ -216,13 +225,18 @@ class _Values:
         return float(right), "ok", "" if right else "right, but not a plain value"
 
 
+def _too_much(value: Any) -> str | None:
+    """Why a parsed value is not computed; None or "" if it is."""
+    return too_long(value) if isinstance(value, str) else too_large(value)
+
+
 def same_value(gold: Sequence[Any], found: Sequence[Any]) -> Grade:
     """Math-Verify's verdict on what it parsed; small numbers must have the same first digits.
 
     What is too large to compute is right where it is written in the same way.
     """
-    reason, other = (too_long(v) if isinstance(v, str) else too_large(v) for v in (found[0], gold[0]))
-    if reason or other:
+    reason = _too_much(found[0])
+    if reason or _too_much(gold[0]):
         right = bool(gold[0] == found[0])
         return float(right), "unparsed" if reason and not right else "ok", "" if right else reason or ""
     equal = load_math_verify().verify(list(gold), list(found), timeout_seconds=None)
@@ -231,7 +245,8 @@ def same_value(gold: Sequence[Any], found: Sequence[Any]) -> Grade:
 
 def _same_digits(gold: Any, found: Any) -> bool:
     """Whether numbers below `_SMALL` in both values agree in their first digits: Math-Verify compares six decimals."""
-    ours, theirs = sorted(_numbers(gold)), sorted(_numbers(found))
+    ours = sorted(_numbers(gold))
+    theirs = sorted(_numbers(found))
     if len(ours) != len(theirs):  # written in another way
         return True
     pairs = zip(ours, theirs, strict=True)

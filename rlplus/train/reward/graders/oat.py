@@ -56,7 +56,8 @@ def oat(text: str, answer: str, row: Mapping[str, Any]) -> Grade:
 @lru_cache(maxsize=4096)
 def equal(given: str, gold: str) -> bool:
     """The verdict on the contents of two boxes."""
-    given, gold = (_CONJUNCTION.sub(" , ", as_latex(text)) for text in (given, gold))
+    given = _CONJUNCTION.sub(" , ", as_latex(given))
+    gold = _CONJUNCTION.sub(" , ", as_latex(gold))
     if (word := word_of(gold)) is not None:
         return letters_of(given) == word
     if reordered(given, gold):
@@ -120,10 +121,12 @@ def _prm_form(text: str) -> str:
 
 
 def _prm_equal(given: str, gold: str) -> bool:
-    one, other = _prm_form(given), _prm_form(gold)
+    one = _prm_form(given)
+    other = _prm_form(gold)
     if one == other:
         return True
-    ours, theirs = _elements(one), _elements(other)
+    ours = _elements(one)
+    theirs = _elements(other)
     if not one or len(ours) != len(theirs) or (len(theirs) > 1 and (one[0], one[-1]) != (other[0], other[-1])):
         return False
     return all(map(_element_equal, ours, theirs))
@@ -162,7 +165,8 @@ def _math_verify_equal(given: str, gold: str) -> bool:
         text = text if "$" in text else f"${text}$"
         return list(library.parse(text, targets, "no_fallback", "first_match", parsing_timeout=None))
 
-    theirs, ours = read(gold), read(given)
+    theirs = read(gold)
+    ours = read(given)
     return bool(theirs and ours and same_value(theirs, ours)[0])
 
 

@@ -18,7 +18,8 @@ _SINGLE = str.maketrans(
     | {chr(code): chr(code - 0xFEE0) for code in range(0xFF01, 0xFF5F)}  # full-width
 )
 _SPACE = "[\u00a0\u2000-\u200a\u202f\u205f\u3000]"
-_RAISED, _LOWERED = "⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻ⁿ", "₀₁₂₃₄₅₆₇₈₉"
+_RAISED = "⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻ⁿ"
+_LOWERED = "₀₁₂₃₄₅₆₇₈₉"
 _DIGITS = str.maketrans(_RAISED + _LOWERED, "0123456789+-n0123456789")
 _FRACTIONS = "[¼½¾⅐-⅞]"
 _ROOTS = {"√": r"\sqrt", "∛": r"\sqrt[3]", "∜": r"\sqrt[4]"}
@@ -63,19 +64,24 @@ def _fraction(found: re.Match[str]) -> str:
 
 def _with_roots(text: str) -> str:
     r"""`\sqrt{...}` for the signs of roots: of what is in brackets, one number, letter or command, or another root."""
-    closing, parts = _closing(text), list(text)
+    closing = _closing(text)
+    parts = list(text)
     ends: dict[int, int] = {}  # where the part that begins with a root ends
     for sign in reversed(list(_ROOT.finditer(text))):
-        start, name = sign.end(), _ROOTS[sign[0][0]]
+        start = sign.end()
+        name = _ROOTS[sign[0][0]]
         bracketed = closing.get(start)
         if bracketed is not None:
-            parts[start], parts[bracketed], end = "{", "}", bracketed + 1
+            parts[start] = "{"
+            parts[bracketed] = "}"
+            end = bracketed + 1
         elif (end := ends.get(start, 0) or _end_of_one(text, start, closing)) > start:
             parts[start] = "{" + parts[start]
             parts[end - 1] += "}"
         else:
             continue
-        parts[sign.start()], ends[sign.start()] = name, end
+        parts[sign.start()] = name
+        ends[sign.start()] = end
     return "".join(parts)
 
 
@@ -90,7 +96,8 @@ def _end_of_one(text: str, start: int, closing: dict[int, int]) -> int:
 
 def _closing(text: str) -> dict[int, int]:
     """The place of the bracket that closes each opening one; a bracket of another kind in between closes none."""
-    opened, closing = list[int](), dict[int, int]()
+    opened = list[int]()
+    closing = dict[int, int]()
     for bracket in _BRACKETS.finditer(text):
         if bracket[0] in "({":
             opened.append(bracket.start())

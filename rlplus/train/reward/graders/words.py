@@ -52,7 +52,8 @@ def word_of(answer: str) -> str | None:
 
 def reordered(given: str, answer: str) -> bool:
     """Whether these are the letters of the answer in another order, and the answer may be a word: "won" for "now"."""
-    ours, theirs = letters_of(given), letters_of(answer)
+    ours = letters_of(given)
+    theirs = letters_of(answer)
     if ours is None or theirs is None or ours == theirs or len(theirs) < _ORDERED or sorted(ours) != sorted(theirs):
         return False
     return len(theirs) > _ORDERED or not _ALGEBRA.fullmatch(_bare(answer))
@@ -60,7 +61,8 @@ def reordered(given: str, answer: str) -> bool:
 
 def same_words(given: str, answer: str) -> bool:
     """Whether both are the same word of three letters or more, or the same words, but for case and an article."""
-    ours, theirs = (_bare(text).casefold().split() for text in (given, answer))
+    ours = _bare(given).casefold().split()
+    theirs = _bare(answer).casefold().split()
     return ours == theirs and (is_prose(_bare(answer)) or len(letters_of(answer) or "") >= _ORDERED)
 
 

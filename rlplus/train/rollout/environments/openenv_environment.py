@@ -128,14 +128,16 @@ class OpenEnvEnvironment:
             full = told.get("code") == "CAPACITY_REACHED"
             hint = "; want it started with max_concurrent_envs of at least a step's responses" if full else ""
             raise RunFailed(f"the server refused {kind} {data}: {told.get('message')} ({told.get('code')}){hint}")
-        observation, field = answer["data"].get("observation"), self.config.observation
+        observation = answer["data"].get("observation")
+        field = self.config.observation
         text = observation.get(field) if isinstance(observation, dict) else None
         if not isinstance(text, str):
             raise RunFailed(
                 f"want text in the field {field!r} (rollout.environment.observation) of an observation; got "
                 f"{_short(observation)}"
             )
-        reward, done = (answer["data"].get(name) for name in ("reward", "done"))
+        reward = answer["data"].get("reward")
+        done = answer["data"].get("done")
         number = isinstance(reward, (int, float)) and not isinstance(reward, bool)
         if not (reward is None or (number and abs(reward) <= sys.float_info.max)):
             raise RunFailed(f"want a finite number or null as the reward of a {kind}; got {_short(reward)}")

@@ -39,7 +39,8 @@ class Turns:
     """The turns of a response."""
 
     def __init__(self, response: Response, tokenizer: PreTrainedTokenizerBase) -> None:
-        self.response, self.tokenizer = response, tokenizer
+        self.response = response
+        self.tokenizer = tokenizer
         end = turn_end(tokenizer)
         self._end_id: int = tokenizer.eos_token_id if end is None else end
         self._end = str(tokenizer.convert_ids_to_tokens(self._end_id))
@@ -63,16 +64,19 @@ class Turns:
                 inserted = [self._end_id, *inserted]
             self.response.ended = False
             self.response.insert(inserted)
-        self._rendered, self._start = text, len(self.response.tokens)
+        self._rendered = text
+        self._start = len(self.response.tokens)
         return not self.response.ended
 
     def close(self, *, tools: bool) -> Turn:
         """The turn that was sampled since `open`. tools: whether its calls are to be read."""
-        tokens, cut = self.response.tokens[self._start :], self.response.truncated or not self.response.ended
+        tokens = self.response.tokens[self._start :]
+        cut = self.response.truncated or not self.response.ended
         text: str = self.tokenizer.decode(tokens if cut else tokens[:-1], skip_special_tokens=True)
         content, calls = parse_calls(text) if tools else (text, [])
         if any(self._end in json.dumps(call, ensure_ascii=False) for call in calls):
-            content, calls = text, []  # a rendering of the call would hide where the turn ends
+            content = text  # a rendering of the call would hide where the turn ends
+            calls = []
         self._turn = Turn(content, calls, len(tokens), cut)
         return self._turn
 
@@ -119,7 +123,9 @@ class Turns:
                 "renders earlier turns differently from the last one (some drop their thinking). The policy's tokens "
                 "cannot stay as they were sampled: want a model.chat_template that keeps them, or another environment"
             )
-        rest, end, at = text[len(self._rendered) :], self._end, -1
+        rest = text[len(self._rendered) :]
+        end = self._end
+        at = -1
         for _ in range(self._turn.content.count(end) + 1):
             at = rest.find(end, at + 1)
             if at < 0:
@@ -138,7 +144,8 @@ class Turns:
     def _encode_behind(self, text: str) -> list[int]:
         """Token ids of a text that follows the end token."""
         end = self._end
-        start, both = self._encode(end), self._encode(end + text)
+        start = self._encode(end)
+        both = self._encode(end + text)
         if both[: len(start)] != start:
             raise RunFailed(f"want a tokenizer that splits text behind its end token {end!r}; this one joins them")
         return both[len(start) :]

@@ -20,7 +20,8 @@ from rlplus.train.rollout.custom_engine import Response, Sampler
 from rlplus.train.rollout.environments.together import Ask, Together
 from rlplus.train.rollout.environments.turns import Message, Turn, Turns, call_message
 
-FIRST, BEYOND = (0, 1, 14), (0, 4)
+FIRST = (0, 1, 14)
+BEYOND = (0, 4)
 """Versions with the interface that is used: `Client.get_response`, and environments with `run_rollout`."""
 
 try:
@@ -53,7 +54,8 @@ class VerifiersEnvironment:
     """An environment by its name; see `rlplus.train.rollout.environments.Environment`."""
 
     def __init__(self, config: EnvironmentConfig) -> None:
-        self.name, self.max_turn_tokens = config.name, config.max_turn_tokens
+        self.name = config.name
+        self.max_turn_tokens = config.max_turn_tokens
         with _own_signals(), importing_from(os.getcwd()):
             try:
                 self.environment = verifiers.load_environment(config.name, **config.arguments)
@@ -90,7 +92,8 @@ class VerifiersEnvironment:
     def _tools(self, row: Mapping[str, Any]) -> list[dict[str, Any]]:
         info = row.get("info") or {}
         info = json.loads(info) if isinstance(info, str) else info
-        environment, route = self.environment, info.get("env_id") or row.get("task")
+        environment = self.environment
+        route = info.get("env_id") or row.get("task")
         for name in route if isinstance(route, list) else [route]:  # groups pass a row on, by its route
             environment = getattr(environment, "env_map", {}).get(str(name), environment)
         return [_tool(tool) for tool in info.get("tool_defs", environment.tool_defs) or ()]
@@ -138,7 +141,8 @@ class SamplerClient(Client):  # type: ignore[misc, unused-ignore]
 
     def __init__(self, ask: Ask[Request, Turn | None]) -> None:
         super().__init__(ask)
-        self.ask, self.turns = ask, 0
+        self.ask = ask
+        self.turns = 0
         self.failure: Exception | None = None
 
     async def get_response(
