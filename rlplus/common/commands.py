@@ -22,7 +22,7 @@ from typing import NoReturn
 
 PATIENCE_S = 600.0  # limit for the rest of a step and a checkpoint, after SIGTERM or the end of the command
 _LOOK_S = 0.1  # interval of looking for processes that are left, while the command is ending
-# Of linux/prctl.h.
+# These are from linux/prctl.h.
 _PDEATHSIG = 1
 _SUBREAPER = 36
 # Ctrl-C and the end of a terminal reach the command as well: it decides.

@@ -137,19 +137,19 @@ def test_errors_name_what_could_not_be_written(tmp_path: Path, monkeypatch: pyte
 
 ALLOWED = {
     "common/durable.py": "it is the module",
-    "reward/grading_worker.py": "a descriptor that it has been given",
+    "train/reward/grading_worker.py": "a descriptor that it has been given",
     "sandbox/jail/namespaces.py": "files of /proc",
     "sandbox/jail/programs.py": "pipes and descriptors that it has been given",
     "sandbox/sandbox.py": "a pipe to the program's process",
-    "trainer/metrics.py": "metrics.jsonl grows by a flushed line; a cut last one is dropped",
-    "trainer/board.py": "TensorBoard's log grows; a lost end is only not shown",
-    "trainer/reporter.py": "progress.json, renamed, every few seconds; a lost one is made again",
-    "config/commented_yaml.py": "a file that must be new, and which nothing reads before a person does",
-    "compare/launches.py": "the output of a command, while it runs",
+    "train/trainer/metrics.py": "metrics.jsonl grows by a flushed line; a cut last one is dropped",
+    "train/trainer/board.py": "TensorBoard's log grows; a lost end is only not shown",
+    "train/trainer/reporter.py": "progress.json, renamed, every few seconds; a lost one is made again",
+    "train/config/commented_yaml.py": "a file that must be new, and which nothing reads before a person does",
+    "tools/compare/launches.py": "the output of a command, while it runs",
     "experiments/demo/demo_run.py": "the output of a command, while it runs",
     "loss/guard/verdicts.py": "a cache, renamed, whose files must be this user's alone; a lost one is made again",
     "bench/measure.py": "a file of /proc",
-    "rollout/worker_answers.py": "a pipe",
+    "train/rollout/worker_answers.py": "a pipe",
 }
 
 

@@ -385,8 +385,7 @@ def test_quoted_messages_of_others_are_theirs() -> None:
 def test_quoted_messages_are_those_of_the_code() -> None:
     """Messages in the page on troubleshooting, without the numbers and names in them."""
     text = re.sub(r'"\s*\n\s*f?"', "", SOURCE)  # literals that continue on the next line
-    spans = re.findall(r"`([^`]+)`", " ".join(prose(ROOT / "docs/troubleshooting.md").split()))
-    spans = [span for span in spans if span not in THEIRS]
+    spans = {*re.findall(r"`([^`]+)`", " ".join(prose(ROOT / "docs/troubleshooting.md").split()))} - {*THEIRS}
     messages = [span for span in spans if len(span.split()) > 3 and not span.startswith(("rlplus ", "pip "))]
     assert len(messages) >= 6
     for part in (part.strip() for message in messages for part in re.split(r"…|\d+|'\w+'|; ", message)):

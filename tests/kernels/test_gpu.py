@@ -18,6 +18,7 @@ from rlplus.loss import selfcheck
 from rlplus.loss.backends import selection, triton_chunks, ways
 from rlplus.loss.backends import triton as backend
 from rlplus.loss.backends.ways import chunk_rows
+from rlplus.loss.head import gradient_sum as gradients
 
 pytestmark = pytest.mark.gpu
 DEVICE = "cuda"
@@ -128,7 +129,7 @@ def test_one_chunk_needs_no_accumulator(monkeypatch: pytest.MonkeyPatch) -> None
     inputs = on_gpu(case(150, 300, 64))
     allocated: list[torch.dtype] = []
     sizes: list[Tensor] = []
-    original, add = backend.add_dweight, backend.own_tokens.add_to_weight
+    original, add = gradients.add_dweight, backend.own_tokens.add_to_weight
 
     def recorded(total: Tensor, *rest: Tensor) -> None:
         sizes.append(total.float().abs())
@@ -139,7 +140,7 @@ def test_one_chunk_needs_no_accumulator(monkeypatch: pytest.MonkeyPatch) -> None
         allocated.append(total.dtype)
         original(total, *rest, **options)
 
-    monkeypatch.setattr(backend, "add_dweight", noted)
+    monkeypatch.setattr(gradients, "add_dweight", noted)
     monkeypatch.setattr(backend.own_tokens, "add_to_weight", recorded)
     whole = fused(inputs)
     assert not allocated

@@ -21,7 +21,7 @@ def compiled(folder: Path, *options: str, triton: str | None = None) -> list[dic
 
     triton: one of `tritons.PINNED`; None = the installed one.
     """
-    folders = [*([tritons.folder(triton)] if triton else []), ROOT, ROOT / "tests"]
+    folders = [*([tritons.folder(triton)] if triton else []), ROOT, ROOT / "tests", ROOT / "packages/ptxcheck"]
     path = os.pathsep.join(map(str, folders))
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"PYTHONPATH": path}
     command = [sys.executable, processes.SUPPORT / "kernel_table.py", *options, "--json", folder / "rows"]

@@ -26,6 +26,7 @@ from rlplus.kernels.tiling import TILES, Tile
 from rlplus.loss.backends import triton as backend
 from rlplus.loss.backends import ways
 from rlplus.loss.head import cost
+from rlplus.loss.head import gradient_sum as gradients
 from rlplus.loss.head.head import Head
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -100,10 +101,10 @@ def test_errors_beside_those_of_a_plain_bf16_gradient(
     """At most a third; for nearly sure tokens, of whose gradients few others are half, three quarters. Rounded at the
     end, little more than that rounding alone. What is rounded on CUDA is rounded."""
     if DEVICE == "cpu":
-        f, g = backend.dhidden, backend.add_dweight
+        f, g = backend.dhidden, gradients.add_dweight
         monkeypatch.setattr(backend, "dhidden", lambda dz, head: f(dz.bfloat16().float(), head))
         monkeypatch.setattr(
-            backend, "add_dweight", lambda dw, dz, h, **o: g(dw, dz.bfloat16().float(), h.bfloat16().float(), **o)
+            gradients, "add_dweight", lambda dw, dz, h, **o: g(dw, dz.bfloat16().float(), h.bfloat16().float(), **o)
         )
     # A GPU's generator would draw others.
     data = Inputs(SampledHead(Case("errors", N=128, H=64, V=1000, dtype="bfloat16", methods=()), "cpu"), share)

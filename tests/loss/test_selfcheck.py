@@ -27,7 +27,7 @@ from rlplus.kernels.tiling import Block
 from rlplus.loss import linear_policy_loss, selfcheck
 from rlplus.loss.backends import chunked
 from rlplus.loss.backends import triton as backend
-from rlplus.loss.backends.protocol import PolicyCall, PolicyResult
+from rlplus.loss.backends.backend_interface import PolicyCall, PolicyResult
 from rlplus.loss.backends.ways import Way, chunk_rows
 from rlplus.loss.head import cost
 from rlplus.loss.head.head import Head

@@ -254,7 +254,7 @@ def test_another_device_is_checked_anew(checks: Callable[..., Checks], monkeypat
 
 
 def test_versions_follow_the_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    package = Path(verdicts.__file__).parent.parent
+    package = Path(verdicts.__file__).parents[2]
     for name in ("kernels", "loss"):
         shutil.copytree(package / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
     monkeypatch.setattr(verdicts, "__file__", str(tmp_path / "loss/guard/verdicts.py"))

@@ -118,6 +118,24 @@ def test_the_expected_gradient_of_sampled_tokens_is_the_reverse_divergences() ->
         torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.parametrize("loss", ["reverse", "jsd"])
+def test_a_divergence_takes_a_sampled_backward_pass(tmp_path: Path, loss: str) -> None:
+    """The exact gradient below all elements; another one with a large threshold, and the same when it is repeated."""
+    teacher, found = make_teacher(tmp_path), {}
+    for name, section in {
+        "exact": {},
+        "all": {"backward": "sampled", "backward_threshold": 1e-12},
+        "few": {"backward": "sampled", "backward_threshold": 0.005},
+        "again": {"backward": "sampled", "backward_threshold": 0.005},
+    }.items():
+        with open_run(distill(tmp_path, teacher, name, loss, train=section)) as run:
+            found[name] = torch.cat([x.flatten() for x in gradients(run, *credited(run, rollouts()))[1].values()])
+    exact = found["exact"]
+    torch.testing.assert_close(found["all"], exact, rtol=1e-4, atol=1e-6)
+    assert 0.01 < (found["few"] - exact).norm() / exact.norm() < 1
+    assert torch.equal(found["few"], found["again"])
+
+
 def test_rows_of_the_teachers_head_that_are_no_token_do_not_count(tmp_path: Path) -> None:
     """A head that is padded further than the policy's is the one without these rows."""
     teacher = make_teacher(tmp_path)
@@ -168,7 +186,6 @@ def test_a_teacher_of_other_tokens_is_refused(tmp_path: Path) -> None:
         ({"algorithm": {"top_entropy": 0.2}}, "reverse_kl does not support algorithm.top_entropy"),
         ({"algorithm": {"shaping": {"wrong": -1.0}}}, "reverse_kl does not support algorithm.shaping"),
         ({"algorithm": {"normalize_std": False}}, "normalize_std would have no effect"),
-        ({"train": {"backward": "sampled"}}, "reverse_kl does not support train.backward sampled"),
         ({"train": {"backend": "cpp"}}, "reverse_kl does not support train.backend cpp"),
         ({"train": {"shard_head": True, "zero_stage": 3}}, "reverse_kl does not support train.shard_head"),
         ({"algorithm": {"recipe": {"name": "distill", "teacher": "x", "beta": 0.1}}}, "beta belongs to loss jsd"),

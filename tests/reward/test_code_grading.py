@@ -105,7 +105,7 @@ def test_no_sandbox_is_one_whole_line_on_why() -> None:
 import ctypes, json, os, sys
 sys.path.insert(0, {str(REWARD)!r})
 import grading_worker as worker
-worker._without_rlplus("reward.graders")
+worker._without_rlplus("train.reward.graders")
 from _rlplus.sandbox.jail import syscalls
 libc = ctypes.CDLL(None)
 assert libc.prctl(38, 1, 0, 0, 0) == 0

@@ -251,7 +251,7 @@ def run(args: argparse.Namespace) -> None:
 ''',
         "rlplus/tools/cli/__init__.py": (
             ("    evaluate,\n", "    evaluate,\n    hello,\n"),
-            ("(upload, env, completion)", "(upload, env, completion, hello)"),
+            ("(upload, env)", "(upload, env, hello)"),
         ),
     },
     """

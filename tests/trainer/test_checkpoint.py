@@ -50,7 +50,7 @@ def test_resume_is_bitwise_over_an_epoch_boundary(tmp_path, stage, preset, dtype
 KILLED = """
 import os, signal, sys
 sys.path.insert(0, sys.argv[2])
-from rlplus import checkpoint
+from rlplus.train import checkpoint
 from rlplus.train.config import load_config
 from rlplus.train.trainer import train
 

@@ -1,6 +1,6 @@
 """The backends of the fused operations, and the choice among them.
 
-A backend of your own is a module here with the functions of `protocol.Backend`. `MODULES` has its name, which
+A backend of your own is a module here with the functions of `Backend`. `MODULES` has its name, which
 `backend=` then takes; for `train.backend` the type there needs it, too:
 
     # rounded.py, for `linear_policy_loss(..., backend="rounded")`
@@ -15,10 +15,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from rlplus.loss.backends.protocol import Backend
+    from rlplus.loss.backends.backend_interface import Backend
     from rlplus.loss.backends.sampled import Drawer
 
-MODULES = {  # each a `protocol.Backend`; `reference` apart
+MODULES = {  # each a `Backend`; `reference` apart
     "torch": "chunked",
     "cpp": "cpp",
     "triton": "triton",

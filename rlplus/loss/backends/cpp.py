@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rlplus.loss.backends.backend_interface import PolicyCall, PolicyResult, Slopes, Stored
 from rlplus.loss.backends.native import (
     CHUNK_ROWS,
     ENTROPY,
@@ -30,7 +31,6 @@ from rlplus.loss.backends.native import (
     take_scratch,
     wide_bias,
 )
-from rlplus.loss.backends.protocol import PolicyCall, PolicyResult, Slopes, Stored
 from rlplus.loss.head.gradient_sum import Gradients, GradientSum, Want
 from rlplus.loss.head.head import Head, RunningStatistics, Statistics, dhidden
 from rlplus.loss.objective.tokens import stat_names, token_loss

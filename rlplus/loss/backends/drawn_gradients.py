@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from rlplus.loss.backends import cpp_draws, native
 from rlplus.loss.backends.pair_sums import PairGradients
 from rlplus.loss.backends.sampled import MOST
 from rlplus.loss.head.gradient_sum import Gradients, GradientSum, Index, Want
@@ -89,7 +90,10 @@ def gradients_of(head: Head, want: Want, factors: list[Tensor], draw: Draw) -> G
 
 
 def draw(head: Head, dz: Tensor, size: Tensor, on: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """A `Draw` in PyTorch, of a part of the rows at a time: it takes some 30 bytes for each element of these."""
+    """A `Draw`: native in fp32 on a CPU, where it is built; else in PyTorch, with some 30 bytes for each element."""
+    if dz.device.type == "cpu" and dz.dtype == torch.float32 and native.load() is not None:
+        yield from cpp_draws.draw(head, dz, size, on)
+        return
     assert head.uniform is not None
     step = max(1, len(dz) // PARTS)
     for start in range(0, len(dz), step):

@@ -20,8 +20,8 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from rlplus.loss.backends.backend_interface import PolicyCall, PolicyResult, Slopes
 from rlplus.loss.backends.pair_sums import PairGradients, add_over_ranks
-from rlplus.loss.backends.protocol import PolicyCall, PolicyResult, Slopes
 from rlplus.loss.head.gradient_sum import Gradients, Index, Want
 from rlplus.loss.head.head import Head
 from rlplus.loss.objective.tokens import may_have_gradient, token_loss

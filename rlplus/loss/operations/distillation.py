@@ -67,7 +67,8 @@ def linear_divergence(
       weighs the divergences of tokens afterwards would compute the logits again, in six.
     - `backward`, `threshold`, `seed`: as in `linear_policy_loss`. "sampled" takes the two GEMMs of logits alone, or the
       one with teacher_topk: an element of the logits' gradient of at least `threshold` times its row's sum of absolute
-      values is kept, a smaller one with a probability in proportion to its size.
+      values is kept, a smaller one with a probability in proportion to its size. The noise is some ten times that of a
+      policy loss, as no element has most of the gradient.
     - `backend`: "torch", "triton" (CUDA; bf16, fp16, fp32), "reference" or "auto", as in `linear_policy_loss`; "cpp"
       has no divergence, and "auto" on a CPU is "torch". With teacher_topk "torch", which is "auto" on every device, or
       "reference".

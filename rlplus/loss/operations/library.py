@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from rlplus.loss.backends import chunked, divergence, drawer, implementation, kept_tokens, sampled
-from rlplus.loss.backends.protocol import PolicyCall, PolicyResult
+from rlplus.loss.backends.backend_interface import PolicyCall, PolicyResult
 from rlplus.loss.guard.faults import advising
 from rlplus.loss.guard.precision import full_precision
 from rlplus.loss.head.gradient_sum import Gradients, Needs, Want

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from rlplus.loss.backends import implementation, kept_tokens
-from rlplus.loss.backends.protocol import Slopes, Stored
+from rlplus.loss.backends.backend_interface import Slopes, Stored
 from rlplus.loss.guard.faults import advising
 from rlplus.loss.guard.precision import full_precision
 from rlplus.loss.head.gradient_sum import Gradients, Needs, Want

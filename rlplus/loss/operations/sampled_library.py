@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from rlplus.loss.backends import sampled
-from rlplus.loss.backends.protocol import Slopes
+from rlplus.loss.backends.backend_interface import Slopes
 from rlplus.loss.guard.faults import advising
 from rlplus.loss.guard.precision import full_precision
 from rlplus.loss.head.gradient_sum import Needs, Want

@@ -28,7 +28,7 @@ _MOUNT_SETATTR = 442
 _HERE = -100  # AT_FDCWD
 _ALL_BELOW = 0x8000  # AT_RECURSIVE
 _PIVOT_ROOT = (155, 41)
-# Of linux/keyctl.h.
+# These are from linux/keyctl.h.
 _KEYCTL = (250, 219)
 _JOIN_SESSION_KEYRING = 1
 

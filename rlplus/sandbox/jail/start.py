@@ -17,7 +17,7 @@ from .syscalls import install_filter
 _FILES = 64
 _SIGNALS = 256
 _PAUSE_S = 0.001
-# Of linux/prctl.h.
+# These are from linux/prctl.h.
 _PDEATHSIG = 1
 _DUMPABLE = 4
 _NO_NEW_PRIVS = 38

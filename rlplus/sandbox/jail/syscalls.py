@@ -116,7 +116,7 @@ _SHARED_ANONYMOUS = 0x21
 _FAMILIES = (1, 2, 10, 16)  # unix, inet, inet6, netlink
 _ARCHITECTURES = (0xC000003E, 0xC00000B7)  # linux/audit.h
 _X32 = 0x40000000  # first number of another ABI of x86-64
-# Of linux/seccomp.h.
+# These are from linux/seccomp.h.
 ALLOW = 0x7FFF0000
 KILL = 0x80000000
 _ERROR = 0x50000
@@ -124,7 +124,7 @@ REFUSE = _ERROR | errno.EPERM
 MISSING = _ERROR | errno.ENOSYS
 _SET_SECCOMP = 22
 _FILTER = 2
-# Of linux/bpf_common.h.
+# These are from linux/bpf_common.h.
 _LOAD = 0x20
 _AND = 0x54
 _EQUAL = 0x15

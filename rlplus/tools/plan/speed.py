@@ -75,8 +75,7 @@ def estimate_seconds(config: Config, model: Model, memory: Memory, cluster: Clus
         passes += statistics
     again = 1 if config.model.gradient_checkpointing else 0
     gemms = 4 if algorithm.recipe.own_loss else 3
-    share = SAMPLED if train.backward == "sampled" else 1
-    seconds["forward and backward"] = ((3 + again) * forward + gemms * share * head) / flops
+    seconds["forward and backward"] = ((3 + again) * forward + gemms * _share_of_loss(config) * head) / flops
     recipe = algorithm.recipe
     more = groups * (rollouts + demonstrations) * (config.max_training_prompt - prompt)
     if teacher is not None:
@@ -156,6 +155,13 @@ def _statistics_passes(config: Config, updates: int) -> float:
     first = needs_statistics(algorithm, not config.stale)
     later = needs_statistics(algorithm, False)
     return (first + later * (updates - 1)) / updates + algorithm.recipe.weighs_tokens
+
+
+def _share_of_loss(config: Config) -> float:
+    """The share of the policy loss's GEMMs that its backward pass leaves; two of a divergence's four are for logits."""
+    if config.train.backward != "sampled":
+        return 1.0
+    return 0.5 if config.algorithm.resolve().recipe.own_loss else SAMPLED
 
 
 def _ring(size: float, ranks: int) -> float:

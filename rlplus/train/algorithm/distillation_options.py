@@ -70,7 +70,6 @@ class Distillation(RecipeOptions):
             fields = ("kl_coef", "entropy_coef", "mismatch_cap")
             unread |= {f"algorithm.objective.{name}": getattr(algorithm.objective, name) for name in fields}
             unread |= {"algorithm.top_entropy": algorithm.top_entropy < 1}
-            unread |= {"train.backward sampled": train.backward == "sampled"}
             unread |= {"algorithm.external_top_entropy": algorithm.external_top_entropy < 1}
             unread |= {"algorithm.external_schedule": algorithm.external_schedule is not None}
             unread |= {"train.shard_head": train.shard_head, "train.backend cpp": train.backend == "cpp"}

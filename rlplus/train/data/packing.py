@@ -1,24 +1,17 @@
 """Samples -> packed rows without padding between sequences, grouped into micro-batches under a token budget."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, chain, repeat
-from math import ceil, isnan, nan
-from typing import Any, Self, TypeVar
+from itertools import accumulate, chain
+from math import ceil, isnan
+from typing import Any, Self
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from rlplus.common.chosen_experts import Experts, placed
 from rlplus.common.kept_sets import KeptSets
-
-Value = TypeVar("Value", bool, float)
-
-
-def per_token(value: Value | Sequence[Value], tokens: int) -> Iterable[Value]:
-    """One value per token: the given ones, or the same one repeated."""
-    return repeat(value, tokens) if isinstance(value, float | int) else value
+from rlplus.train.data.token_columns import check_columns, joined_columns, per_token
 
 
 @dataclass
@@ -300,14 +293,7 @@ def _check(index: int, sample: Sample, weight: Tensor, row_length: int) -> None:
         raise ValueError(f"sample {index}: want at most row_length {row_length} tokens; got {prompt} + {response}")
     if weight.shape != (response,):
         raise ValueError(f"sample {index}: want token_weight ({response},); got {tuple(weight.shape)}")
-    for name in ("engine_logprob", "behavior_logprob", "advantage", "external", "trained", "value", "returns"):
-        values = getattr(sample, name)
-        if not isinstance(values, float | int | None) and len(values) != response:
-            raise ValueError(f"sample {index}: want {response} {name}; got {len(values)}")
-    if sample.kept is not None and len(sample.kept) != response:
-        raise ValueError(f"sample {index}: want {response} kept sets; got {len(sample.kept)}")
-    if any(len(part) != response for part in sample.teacher_topk or ()):
-        raise ValueError(f"sample {index}: want a teacher's tokens at {response} places; got others")
+    check_columns(f"sample {index}", sample)
     if sample.experts is not None and len(sample.experts) > len(sample.prompt) + response:
         tokens = len(sample.prompt) + response
         raise ValueError(f"sample {index}: want the experts of {tokens} tokens at most; got {len(sample.experts)}")
@@ -337,13 +323,7 @@ def _micro_batch(
     ends = [(width - taken,) if taken < width else () for taken in used]
     predictors = _ranges(start + length - count - 1, count)  # the prompt's last token predicts the first response token
 
-    def joined(values: list[Any], dtype: torch.dtype) -> Tensor:
-        known = [nan if value is None else value for value in values]
-        return torch.tensor([*chain(*map(per_token, known, count.tolist()))], dtype=dtype)
-
-    values = {name: [getattr(sample, name) for sample in chosen] for name in ("value", "returns")}
-    learned: dict[str, Any] = {n: joined(given, torch.float32) for n, given in values.items() if None not in given}
-    learned |= _joined_sets(chosen)
+    learned = joined_columns(chosen)
     if known := [(place, s.experts) for place, s in zip(starts, chosen, strict=True) if s.experts is not None]:
         learned["experts"] = torch.from_numpy(placed(known, len(rows) * width)).unflatten(0, (len(rows), width))
     if all(sample.teacher_prompt is not None for sample in chosen):
@@ -352,38 +332,17 @@ def _micro_batch(
             for index, sample in zip(order, chosen, strict=True)
         }
         learned["teacher"] = _micro_batch(rows, asked, token_weight, pad_id, multiple)
-    if topk := [sample.teacher_topk for sample in chosen if sample.teacher_topk is not None]:
-        learned["teacher_topk"] = tuple(torch.cat(parts) for parts in zip(*topk, strict=True))
     return MicroBatch(
         input_ids=input_ids.view(len(rows), width),
         position_ids=position_ids.view(len(rows), width),
         lengths=tuple((*(lengths[index] for index in row), *end) for row, end in zip(rows, ends, strict=True)),
         rows=predictors,
         target=input_ids[predictors + 1],
-        advantage=joined([sample.advantage for sample in chosen], torch.float32),
-        external=joined([sample.external for sample in chosen], torch.bool),
         token_weight=torch.cat([token_weight[index] for index in order]).detach().to("cpu", torch.float32),
-        engine_logprob=joined([sample.engine_logprob for sample in chosen], torch.float32),
-        behavior_logprob=joined([sample.behavior_logprob for sample in chosen], torch.float32),
-        sequence=joined(order, torch.int64),
+        sequence=torch.tensor(order).repeat_interleave(count),
         tokens=sum(used),
         **learned,
     )
-
-
-def _joined_sets(samples: Sequence[Sample]) -> dict[str, Tensor]:
-    """`kept_counts` and `kept_tokens`, if any sample has them; a sample without has the whole vocabulary."""
-    if all(sample.kept is None for sample in samples):
-        return {}
-    all_sets = KeptSets()
-    for sample in samples:
-        if sample.kept is None:
-            all_sets.skip(len(sample.response))
-        else:
-            all_sets.extend(sample.kept)
-    return {
-        f"kept_{name}": torch.from_numpy(np.array(values, dtype=np.int32)) for name, values in vars(all_sets).items()
-    }
 
 
 def _starts(lengths: Sequence[int]) -> list[int]:

@@ -107,7 +107,7 @@ def evaluate(
 
 @dataclass
 class _Sums:
-    """Of the samples so far. graded, correct: numbers of samples of each problem."""
+    """Counts of the samples so far. graded, correct: numbers of samples of each problem."""
 
     graded: list[int] = field(default_factory=list)
     correct: list[int] = field(default_factory=list)

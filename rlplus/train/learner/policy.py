@@ -110,11 +110,19 @@ class Policy(Learner):
             wide, _ = self.engine(batch, head)
         return (logprob - wide).abs()
 
+    def backward(
+        self,
+        batches: Sequence[MicroBatch],
+        op: Callable[[MicroBatch], Callable[..., Any]],
+        before_each: Callable[[], None] | None = None,
+    ) -> list[Any]:
+        self._draws = 0
+        return super().backward(batches, op, before_each)
+
     def accumulate(
         self, batches: Sequence[MicroBatch], objective: Objective, before_each: Callable[[], None] | None = None
     ) -> list[PolicyLoss]:
         """`backward` of the policy loss."""
-        self._draws = 0
         outputs = self.backward(batches, partial(self._loss_op, objective), before_each)
         if self._sharded is not None:
             self._sharded.give_gradient()
@@ -129,12 +137,7 @@ class Policy(Learner):
         constants = constants._replace(
             token_weight=constants.token_weight * ranks, entropy_weight=None if bonus is None else bonus * ranks
         )
-        options = {"objective": objective} | self.head_options(batch)
-        options["backward"] = self.config.train.backward
-        if self.config.train.backward == "sampled":
-            options["seed"] = self._next_seed()
-            if (threshold := self.config.train.backward_threshold) is not None:
-                options["threshold"] = threshold
+        options = {"objective": objective} | self.head_options(batch) | self.backward_options()
         if self._sharded is not None:
             return partial(self._sharded.policy_loss, constants=constants, **options)
         op = partial(linear_policy_loss, **constants._asdict(), **options)
@@ -142,11 +145,18 @@ class Policy(Learner):
             return op
         return with_head_gradient(self.engine, op)
 
-    def _next_seed(self) -> int:
-        """The seed of a micro-batch's backward pass: of the run, the update, the micro-batch in it and the rank."""
+    def backward_options(self) -> dict[str, Any]:
+        """Arguments of a loss that say which backward pass the head has, for the next micro-batch.
+
+        A seed is of the run, the update, the micro-batch in it and the rank.
+        """
+        train = self.config.train
+        if train.backward != "sampled":
+            return {"backward": train.backward}
         self._draws += 1
         place = f"{self.engine.global_steps} {self._draws} {dist.get_rank()}"
-        return Random(f"{self.config.train.seed} {place}").getrandbits(63)
+        options = {"backward": "sampled", "seed": Random(f"{train.seed} {place}").getrandbits(63)}
+        return options if train.backward_threshold is None else options | {"threshold": train.backward_threshold}
 
     def constants(self, batch: MicroBatch, objective: Objective) -> TokenConstants:
         """The constants that the loss of the batch's tokens depends on besides the policy."""

@@ -143,8 +143,8 @@ def accumulate_divergence(
 ) -> list[PolicyLoss]:
     """`Learner.backward` of the divergence. kind: the arguments of `linear_divergence` that say which.
 
-    Statistics have the sum of the tokens' divergences, too. Five GEMMs of the head: the divergence's four, and one for
-    the logprobs of the tokens, which show whether the engine ran the policy.
+    Statistics have the sum of the tokens' divergences, too. Five GEMMs of the head: the divergence's four, two if its
+    backward pass is sampled, and one for the logprobs of the tokens, which show whether the engine ran the policy.
     """
     outputs = policy.backward(batches, partial(_loss_op, policy, teach, kind), before_each)
     return [without_ranks(out) for out in outputs]
@@ -152,7 +152,7 @@ def accumulate_divergence(
 
 def _loss_op(policy: Policy, teach: Teach, kind: dict[str, Any], batch: MicroBatch) -> Callable[..., PolicyLoss]:
     options, constants, given = policy.head_options(batch), policy.constants(batch, STATISTICS), teach(batch)
-    common = {name: options[name] for name in ("temperature", "max_scratch_mb")}
+    common = {name: options[name] for name in ("temperature", "max_scratch_mb")} | policy.backward_options()
     lacking = ("cpp", "triton") if "teacher_topk" in given else ("cpp",)  # which have no such divergence
     common["backend"] = "torch" if policy.backend in lacking else policy.backend
     weight = batch.token_weight * dist.get_world_size()  # DeepSpeed averages gradients over ranks

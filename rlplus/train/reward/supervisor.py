@@ -27,7 +27,7 @@ from typing import NoReturn
 OUTPUT_LIMIT = 1 << 16  # bytes over the life of one grader
 _KILL_PAUSE_S = 0.001
 
-# Of linux/prctl.h.
+# These are from linux/prctl.h.
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 

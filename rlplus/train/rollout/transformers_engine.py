@@ -212,7 +212,7 @@ class TransformersEngine:
         tokens: list[list[int]] = [[] for _ in copies]
         logprobs: list[list[float]] = [[] for _ in copies]
         kept = [KeptSets() for _ in copies]
-        rows = list(range(len(copies)))  # of the batch
+        rows = list(range(len(copies)))  # places in the batch
         live = set(rows)  # those that have not ended
         logits = _forward(model, ids, None, inputs)
         if recorder is not None:

@@ -8,13 +8,13 @@ from math import comb, inf, log10
 from typing import Any, NamedTuple
 
 LONGEST = 5000  # characters of an expression
-DEEPEST = 40  # its brackets
-DIGITS_IN_A_ROW = 1000  # of a number
+DEEPEST = 40  # brackets within each other
+DIGITS_IN_A_ROW = 1000  # digits of a number
 COMMAS = 200
-BARS = 12  # of absolute values
+BARS = 12  # bars of absolute values
 POWERS = 10  # within each other
-DIGITS = 10_000  # of a result
-TERMS = 250  # of a result
+DIGITS = 10_000  # digits of a result
+TERMS = 250  # terms of a result
 _LETTER = 0.5  # digits of a value without a size, as the base of a power: x, pi, e
 _BAR = re.compile(r"\||\\[lr]?vert\b")
 _SIGNS = re.compile(rf"(?:[-+]\s*){{{DEEPEST + 1}}}")
