@@ -134,7 +134,10 @@ def test_the_variable_chooses_it_and_reference_refuses_it(monkeypatch: pytest.Mo
     monkeypatch.setenv("RLPLUS_BACKWARD", "sampled")
     assert not torch.equal(run("torch", inputs, threshold=0.05, seed=0)["dweight"], exact["dweight"])
     assert torch.equal(run("torch", inputs, backward="exact")["dweight"], exact["dweight"])
+    with torch.no_grad():
+        linear_divergence(**inputs, backend="reference")  # without a gradient there is nothing to sample
+    inputs["hidden"].requires_grad_()
     with pytest.raises(ValueError, match="want backward 'exact' with backend 'reference'; got 'sampled', from RLPLUS"):
         linear_divergence(**inputs, backend="reference")
     with pytest.raises(ValueError, match=r"want threshold in \(0, 1\); got 2"):
-        linear_divergence(**inputs, threshold=2)
+        linear_divergence(**inputs, backend="torch", threshold=2)

@@ -1,7 +1,8 @@
 """The backends of the fused operations, and the choice among them.
 
-A backend of your own is a module here with the functions of `Backend`. `MODULES` has its name, which
-`backend=` then takes; for `train.backend` the type there needs it, too:
+A backend of your own is a module here with the functions of `Backend`; the one below has the policy loss alone.
+`MODULES` has its name, which `backend=` then takes, and DRAWS if it can be sampled; for `train.backend` the type there
+needs it, too:
 
     # rounded.py, for `linear_policy_loss(..., backend="rounded")`
     from rlplus.loss.backends.chunked import logprob, logprob_backward, policy_loss as exact

@@ -102,7 +102,7 @@ def topk_divergence(
     grads = gradients_of(head, want, [weights], draw)
     V = len(head.weight)
     k = tokens.shape[1]
-    for rows in _chunks(head, want.scratch_bytes):
+    for rows in _chunks(head, want.scratch_bytes / (1 if head.uniform is None else 2)):  # a draw takes as much
         part = head.rows(rows)
         at = tokens[rows].clamp(0, V - 1)
         z, slope = _logits(part, want.some)

@@ -27,7 +27,7 @@ from rlplus.loss.backends.sampled import MOST, Drawn
 from rlplus.loss.head.head import Head
 
 CAPACITY = MOST + 8
-CACHED_BYTES = 1e6  # logarithms of so many rows at a time stay in a second-level cache
+CACHED_BYTES = 1e6  # logarithms of so many rows at a time stay in the second-level cache of a core
 COLUMNS = 5  # fp32 or int32 numbers of a row: count, flat, variance, square, slope of the target's softcap
 
 
@@ -72,7 +72,7 @@ def draw(head: Head, dz: Tensor, size: Tensor, on: Tensor) -> Iterator[tuple[Ten
     """As `drawn_gradients.Draw` has it, in fp32: the logarithms of dz are logits whose softmax is drawn from."""
     none = torch.full_like(head.target, -1)
     plain = Head(head.hidden, head.weight, None, none, 1.0, uniform=head.uniform, threshold=head.threshold)
-    step = max(1, int(CACHED_BYTES // (dz.itemsize * dz.shape[1])))
+    step = torch.get_num_threads() * max(1, int(CACHED_BYTES // (dz.itemsize * dz.shape[1])))
     for start in range(0, len(dz), step):
         rows = slice(start, start + step)
         z = dz[rows].abs().log_()

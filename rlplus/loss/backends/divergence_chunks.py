@@ -2,7 +2,8 @@
 two row kernels, and the vendor's GEMMs of the gradients.
 
 A row of a chunk takes 8 bytes of scratch a logit; with inputs of half precision 10, as its gradient is not over the
-student's logits. It is written once and read three times. The host does not wait.
+student's logits. It is written once and read three times, and the
+host does not wait. A sampled backward pass reads the gradient once more, in fp32, and the host waits for numbers.
 """
 
 from collections.abc import Iterator

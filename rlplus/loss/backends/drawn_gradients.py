@@ -78,7 +78,9 @@ class DrawnGradients(PairGradients):
         self.parts.append((broken, torch.zeros_like(broken), size.new_full((len(broken),), torch.nan)))
 
     def finish(self) -> Gradients:
-        row, token, value = (torch.cat(column) for column in zip(*self.parts, strict=True))
+        parts = zip(*self.parts, strict=True)
+        self.parts = []
+        row, token, value = (torch.cat(column) for column in parts)
         order = row.argsort(stable=True)
         self.add_pairs(slice(None), self.head, row[order], token[order], value[order])
         return super().finish()

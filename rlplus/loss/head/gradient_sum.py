@@ -84,7 +84,7 @@ class GradientSum:
                 out = None if memory is None else memory[: len(index)]
                 dz = torch.index_select(dz, 0, index, out=out)
                 hidden = hidden[index]
-                rows = index + rows.start if isinstance(rows, slice) else rows[index]
+                rows = index + (rows.start or 0) if isinstance(rows, slice) else rows[index]
         else:  # counting them would wait for the device
             hidden = hidden.masked_fill(~active[:, None], 0.0)
             dz = dz if clean else dz.masked_fill_(~active[:, None], 0.0)

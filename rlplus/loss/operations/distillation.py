@@ -68,7 +68,7 @@ def linear_divergence(
     - `backward`, `threshold`, `seed`: as in `linear_policy_loss`. "sampled" takes the two GEMMs of logits alone, or the
       one with teacher_topk: an element of the logits' gradient of at least `threshold` times its row's sum of absolute
       values is kept, a smaller one with a probability in proportion to its size. The noise is some ten times that of a
-      policy loss, as no element has most of the gradient.
+      policy loss, as no element has most of the gradient. On a CPU in fp32 the draw is native where that is built.
     - `backend`: "torch", "triton" (CUDA; bf16, fp16, fp32), "reference" or "auto", as in `linear_policy_loss`; "cpp"
       has no divergence, and "auto" on a CPU is "torch". With teacher_topk "torch", which is "auto" on every device, or
       "reference".
@@ -109,7 +109,7 @@ def _from_head(
 ) -> tuple[Tensor, Tensor]:
     """-> loss, divergence (N,)."""
     backend = _backend(backend, head, teacher, scratch)
-    if sampling.sampled():
+    if sampling.sampled() and _differentiated(head):
         head = sampling.with_draws(head, backend)
     if backend == "reference":
         library.check_weighted_rows(weights, head, teacher)
@@ -132,13 +132,17 @@ def _from_topk(
         backend = resolve_backend(backend, head.hidden.device, head.hidden.dtype)
         if backend not in ("reference", "torch"):
             raise ValueError(f"want backend reference or torch with teacher_topk; got {backend!r}, which has none")
-    if sampling.sampled():
+    if sampling.sampled() and _differentiated(head):
         head = sampling.with_draws(head, backend)
     if backend == "reference":
         library.check_weighted_rows(weights, head)
         check_topk(*topk, len(head.weight), weights != 0)
         return reference.linear_topk_divergence(head, *topk, weights, beta)
     return _attached(library.linear_topk_divergence, head, (*topk, weights, beta, scratch), kernels=False)
+
+
+def _differentiated(head: Head) -> bool:
+    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in head[:3])
 
 
 def _attached(op: Any, head: Head, rest: tuple[Any, ...], *, kernels: bool) -> tuple[Tensor, Tensor]:

@@ -84,8 +84,8 @@ class TrainConfig(Section):
     """Scratch memory of the head, see rlplus.linear_policy_loss."""
     backward: Literal["exact", "sampled"] = "exact"
     """Backward pass of the policy's head, see rlplus.linear_policy_loss. sampled: unbiased, for little more than the
-    time of its forward pass; actor/backward_noise is its relative error. Seeds follow from seed, update, micro-batch
-    and rank, so that a resumed run has the same."""
+    time of its forward pass; actor/backward_noise is the relative error of a policy loss. Seeds follow from seed,
+    update, micro-batch and rank, so that a resumed run has the same."""
     backward_threshold: Annotated[float, Field(gt=0, lt=1)] | None = None
     """Probability from which backward sampled has elements exactly: a smaller one takes more time and leaves less
     noise. None: the default of rlplus.linear_policy_loss."""
