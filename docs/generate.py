@@ -347,6 +347,8 @@ PARTS: dict[str, dict[str, Callable[[], str]]] = {
         "which-method": partial(which_method.decision, table),
         "beside-grpo": partial(which_method.beside_grpo, table),
         "contrast": partial(which_method.contrast, table),
+        "form-runs": partial(which_method.form_runs, table),
+        "form-tests": partial(which_method.form_tests, table),
         "forms": partial(which_method.forms, table),
     },
     "docs/theory.md": {name: partial(theory.table, rows) for name, rows in theory.TABLES.items()},

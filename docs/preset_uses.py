@@ -33,6 +33,7 @@ PAGES = {
     "experiments/compare/results/demonstrations.json": ("demonstrations", "paper-study.md#few-and-many-demonstrations"),
     "experiments/compare/results/variants.json": ("two other weights", "paper-study.md#two-other-weights"),
     "experiments/compare/results/prefixes.json": ("prefixes", "paper-study.md#demonstrated-prefixes"),
+    "experiments/compare/results/form.json": ("two forms", "which-method.md#the-form-alone"),
     "experiments/compare/results/words.json": ("words", "paper-study.md#word-problems-and-a-larger-model"),
     "experiments/compare/results/updates.json": ("updates", "what-decides.md#how-many-updates-a-step"),
     "experiments/compare/results/paper-sizes.json": ("sizes", "what-decides.md#how-large-the-model"),

@@ -9,6 +9,8 @@ from pathlib import Path
 from statistics import fmean
 
 from docs.paper_figure import STYLE
+from experiments import form as registered
+from experiments.form import pass_at_1
 from experiments.significance import exact_interval, finds_the_skill, permutation_p, right_samples
 from experiments.toy.familiarity import FAMILIARITY
 from rlplus.tools.compare.outcomes import Outcome, Results
@@ -51,6 +53,7 @@ class Runs:
         return [one[seed] for seed in seeds], [other[seed] for seed in seeds]
 
 
+SHORTENED, _ = registered.RUNS[registered.OTHER]
 EACH, ONE = "its own, searched on", "1e-3 for all"
 FORMS = {
     OWN: (
@@ -63,6 +66,7 @@ FORMS = {
         Runs("paper-sizes", "narrow", "4,096, noisy, narrower model", f"{EACH} one seed"),
         Runs("paper-sizes", "wide", "4,096, noisy, wider model", f"{EACH} one seed"),
         Runs("segments", "demo", "4,096, exact (the demo)", ONE),
+        Runs("form", "own", "4,096, noisy (fixed before)", ONE),
     ),
     OTHER: (
         Runs("demonstrations", "few exact", "64, exact, shortened", f"{EACH} three seeds"),
@@ -75,9 +79,10 @@ FORMS = {
         Runs("one-rate", "foreign", "4,096, exact, reversed (`foreign`)", ONE),
         Runs("paper-foreign", "foreign", "4,096, exact, reversed (`foreign`)", f"{EACH} one seed"),
         Runs("words", "words", "word problems in other words", f"{EACH} one seed", finds=False),
+        Runs("form", SHORTENED, "4,096, noisy, shortened (fixed before)", ONE, undemonstrated="own"),
     ),
 }
-DRAWN = (*FORMS[OWN][:4], *FORMS[OTHER][:5], FORMS[OTHER][7])
+DRAWN = (*FORMS[OWN][:4], FORMS[OWN][-1], *FORMS[OTHER][:5], FORMS[OTHER][7], FORMS[OTHER][-1])
 
 
 @dataclass(frozen=True)
@@ -127,11 +132,6 @@ def loaded(file: str) -> Results:
     return Results.load(RESULTS / f"{file}.json")
 
 
-def share(outcome: Outcome) -> float:
-    """pass@1 over all problems."""
-    return right_samples(outcome) / sum(sum(one.n) for one in outcome.results.values())
-
-
 def found(outcomes: Sequence[Outcome]) -> int:
     return sum(finds_the_skill(one) for one in outcomes)
 
@@ -153,7 +153,7 @@ def results_of(choice: Choice) -> str:
 
 def one_result(runs: Runs, method: str) -> str:
     outcomes = list(runs.of(method).values())
-    mean = percent(fmean(map(share, outcomes)))
+    mean = percent(fmean(map(pass_at_1, outcomes)))
     if not runs.finds:
         return mean
     count = found(outcomes)
@@ -188,7 +188,7 @@ def short_result(runs: Runs, method: str) -> str:
     outcomes = list(runs.of(method).values())
     if not outcomes:
         return ""
-    mean = percent(fmean(map(share, outcomes)))
+    mean = percent(fmean(map(pass_at_1, outcomes)))
     return f"{mean}; {found(outcomes)}" if runs.finds else mean
 
 
@@ -207,8 +207,18 @@ def contrast(table: Table) -> str:
 def contrast_row(form: str) -> tuple[str, ...]:
     file, setting = CONTRAST[form]
     outcomes = list(loaded(file).of(setting, "RL-PLUS").values())
-    shares = [share(one) for one in outcomes]
+    shares = [pass_at_1(one) for one in outcomes]
     return (form, *map(percent, shares), percent(fmean(shares)), str(found(outcomes)))
+
+
+def form_runs(table: Table) -> str:
+    """The runs of the comparison of two forms that was fixed before them."""
+    return table(registered.RUN_HEADER, iter(registered.run_rows(loaded("form"))))
+
+
+def form_tests(table: Table) -> str:
+    """The three differences of the same comparison, and their tests."""
+    return table(registered.TESTED_HEADER, iter(registered.tested_rows(loaded("form"))))
 
 
 def forms(table: Table) -> str:
@@ -273,7 +283,7 @@ def drawn() -> Iterator[str]:
 
 def points(runs: Runs, method: str, y: int, kind: str) -> str:
     """A method's seeds, pale, and their mean as a line."""
-    shares = [share(one) for one in runs.of(method).values()]
+    shares = [pass_at_1(one) for one in runs.of(method).values()]
     seeds = "".join(f'<circle class="seed" cx="{LABELS + PANEL * each:.1f}" cy="{y}" r="4"/>' for each in shares)
     x = LABELS + PANEL * fmean(shares)
     title = escape(f"{runs.file}, {runs.setting}, {method}: {100 * fmean(shares):.1f} %")

@@ -8,6 +8,7 @@ from statistics import fmean, stdev
 from typing import Any
 from xml.etree import ElementTree
 
+import numpy as np
 import pytest
 from manual import ROOT
 
@@ -123,6 +124,41 @@ def test_the_clean_contrast_has_the_same_base_models() -> None:
         assert list(map(float, row[1:-1])) == pytest.approx([*shares, fmean(shares)], abs=0.051)
         assert int(row[-1]) == sum(map(finds, each))
     assert all(share(a) > share(b) for a, b in zip(*runs, strict=True))
+
+
+def test_the_comparison_of_the_form_alone_has_its_runs_and_tests() -> None:
+    short = "without the first number"
+    places = [("own", "GRPO"), (short, "RL-PLUS"), ("own", "RL-PLUS")]
+    runs = {place: outcomes("form", *place) for place in places}
+    seeds = [o["seed"] for o in runs["own", "GRPO"]]
+    assert len(seeds) >= 10
+    assert seeds == [*range(200, 200 + len(seeds))]
+    assert all([o["seed"] for o in each] == seeds for each in runs.values())
+    assert {o["rate"] for each in runs.values() for o in each} == {1e-3}
+    bases = [
+        [[each["correct"] for each in o["results"].values()] for o in outcomes("form", setting, "Base")]
+        for setting in ("own", short)
+    ]
+    assert bases[0] == bases[1], "the same base models"
+    for row, place in zip(rows("form-runs"), places, strict=True):
+        parts = {at: [100 * share(o) for o in runs[place] if finds(o) == at] for at in (True, False)}
+        assert float(row[1]) == pytest.approx(fmean(parts[True] + parts[False]), abs=0.051)
+        assert row[2].startswith(f"{len(parts[True])} of {len(seeds)} (")
+        for cell, each in zip(row[3:], parts.values(), strict=True):
+            assert not (cell or each) or float(cell) == pytest.approx(fmean(each), abs=0.051)
+    signs = np.array([*product((1, -1), repeat=len(seeds))])
+    raw, shown = [], rows("form-tests")
+    grpo, other, own = places
+    for row, (first, second) in zip(shown, [(own, other), (own, grpo), (other, grpo)], strict=True):
+        differences = np.array([share(a) - share(b) for a, b in zip(runs[first], runs[second], strict=True)])
+        raw.append(np.mean(np.abs(signs @ differences) >= abs(differences.sum()) - 1e-9))
+        assert number(row[1]) == pytest.approx(100 * differences.mean(), abs=0.051)
+        assert row[2] == f"{sum(differences > 0)} of {len(seeds)}"
+        assert row[3] == ("< .0001" if raw[-1] < 1e-4 else f"{raw[-1]:.4f}")
+    least = 0.0
+    for left, (p, row) in zip((3, 2, 1), sorted(zip(raw, shown, strict=True)), strict=True):
+        least = max(least, left * p)
+        assert row[4] == ("< .0001" if least < 1e-4 else f"{min(1, least):.4f}")
 
 
 def test_the_figure_has_a_dot_for_each_seed_and_a_stroke_at_the_mean() -> None:
