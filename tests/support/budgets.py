@@ -40,7 +40,6 @@ OPERATIONS = {
     "loss and gradients, entropy bonus": _LOSS,
     "loss and gradients, chunks": _LOSS,
     "loss and gradients, chunks, the vendor's GEMM": _LOSS,
-    "loss and gradients, chunks, smallest gradients left out": _LOSS,
     "loss and gradients, sampled": _LOSS,
     "loss and gradients, kept tokens": _LOSS,
     "loss and gradients, split head": _LOSS,
