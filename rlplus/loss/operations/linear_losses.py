@@ -94,7 +94,7 @@ def linear_policy_loss(
       gradients have the exact mean. The relative error of the logits' gradient is about
       sqrt(stats["sampled_variance"] / stats["sampled_square"]), but for an entropy bonus and a softcap. The host waits
       for numbers of elements. It does not support backend "reference" or a CUDA graph. The ranks of a split head draw
-      from their own rows, with one `seed`.
+      from their own rows, whose seeds may differ.
     - `threshold`: the default, 2^-12, is an error of 1.3e-3 on rows of a policy of .24 nats; at a quarter of it the
       error is about half as large and there are twice as many elements. A row that would keep more than 512 elements
       has a larger threshold, 1 / 512, and is counted in stats["sampled_flat"].
