@@ -1,56 +1,23 @@
 """Gradients from a few drawn elements of the logits' gradient, in the place of its products with whole matrices.
 
-For losses whose gradient by the logits is not linear in the probabilities, as a divergence's: the gradient itself is
-drawn from. An element of at least `threshold` times its row's sum of absolute values is kept as it is; a smaller one is
-kept with a probability in proportion to its size, and counts as the threshold. So the gradients have the exact mean.
-Nothing else differs from `sampled`, but for a target's element, which is none here.
+The gradient of a divergence by the logits is not linear in the probabilities, as that of a logprob is. So the draw is
+from the gradient itself. An element of at least `threshold` times its row's sum of absolute values is kept as it is; a
+smaller one is kept with a probability in proportion to its size, and counts as the threshold. So the gradients have the
+exact mean. Nothing else differs from `sampled`, but for a target's element, which is none here.
 """
 
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from rlplus.loss.backends import cpp_draws, native
 from rlplus.loss.backends.pair_sums import PairGradients
-from rlplus.loss.backends.sampled import MOST
+from rlplus.loss.backends.threshold_sampling import choose
 from rlplus.loss.head.gradient_sum import Gradients, GradientSum, Index, Want
 from rlplus.loss.head.head import Head
 
-ONE = 2**40  # a threshold, in the whole numbers of running sums
 PARTS = 8  # a chunk is drawn from in so many, whose draw fits into what the chunk itself takes
-
-
-class Chosen(NamedTuple):
-    """row, token, w (M,): the elements that are kept, in order of rows; variance (n,): of a row's w; flat (n,) bool:
-    whether its threshold was raised."""
-
-    row: Tensor
-    token: Tensor
-    w: Tensor
-    variance: Tensor
-    flat: Tensor
-
-
-def choose(p: Tensor, on: Tensor, uniform: Tensor, threshold: float) -> Chosen:
-    """Elements of rows p (n, V) >= 0 whose sums are 1 or less, in rows `on`; uniform (n,) in [0, 1)."""
-    small = p < threshold
-    many = (~small).sum(1) + p.masked_fill(~small, 0.0).sum(1, dtype=torch.float64) / threshold
-    flat = on & (many > MOST)
-    raised = torch.full_like(many, max(threshold, 1 / MOST))
-    level = torch.where(flat, raised, threshold)[:, None]
-    small = p < level
-    tail = p.masked_fill(~small, 0.0)
-    # Whole numbers: a GPU's cumulative sum of floats differs in bits from run to run.
-    shares = tail.to(level.dtype).div_(level).mul_(ONE).round_().long()
-    steps = shares.cumsum_(1).add_((uniform.double() * ONE).long()[:, None]).div_(ONE, rounding_mode="floor")
-    kept = ~small
-    kept[:, 0] |= steps[:, 0] > 0
-    kept[:, 1:] |= steps[:, 1:] > steps[:, :-1]
-    row, token = kept.logical_and_(on[:, None]).nonzero(as_tuple=True)
-    w = torch.where(small[row, token], level.to(p.dtype)[row, 0], p[row, token])
-    return Chosen(row, token, w, (tail * (level.to(p.dtype) - tail)).sum(1), flat)
 
 
 Draw = Callable[[Head, Tensor, Tensor, Tensor], Iterator[tuple[Tensor, Tensor, Tensor]]]
@@ -70,7 +37,8 @@ class DrawnGradients(PairGradients):
     def add(
         self, rows: Index, head: Head, dz: Tensor, active: Tensor, memory: Tensor | None = None, clean: bool = False
     ) -> None:
-        number, size = self.number[rows], torch.linalg.vector_norm(dz, 1, dim=1)
+        number = self.number[rows]
+        size = torch.linalg.vector_norm(dz, 1, dim=1)
         finite = size.isfinite()
         for row, token, w in self.draw(head, dz, size, active & finite & (size > 0)):
             self.parts.append((number[row], token, (w * size[row]).copysign(dz[row, token])))
