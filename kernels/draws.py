@@ -1,8 +1,10 @@
 """A few elements of each row's probabilities, drawn for a sampled backward pass; see `rlplus.loss.backends.sampled`.
 
 A row's probabilities p but the target's are sampled by a threshold t. Each p of at least t is kept as it is. A smaller
-one is kept where the running sum of the smaller ones, from u t on, passes a multiple of t, and counts as t. A block
-without a large p whose mass passes no multiple, as nearly all are, is read and nothing more.
+one is kept where the running sum of the smaller ones, from u t on, passes a multiple of t, and counts as t.
+
+The statistics of a row are sums over its tiles, of some hundred columns each. A tile whose sum is below t has no larger
+element, and one whose sums pass no multiple keeps nothing: so few of a peaked row's tiles are read at all.
 """
 
 import triton
@@ -10,12 +12,9 @@ import triton.language as tl
 from torch import Tensor, float32, int32
 
 from rlplus.kernels.elementwise import FUSION, LN_2, _at_rows, _exp, _expm1, _floor, _log2, _softcap_slope, _x, _z
-from rlplus.kernels.linear_logprob import check, check_rows
+from rlplus.kernels.linear_logprob import PARTIALS, check, check_rows
 from rlplus.kernels.row_values import ENTROPY, LOGPROB, LOGSUM, REFERENCE, WIDTH
 
-# 16 bytes a thread.
-OF_EXPONENTIALS = {"BLOCK_V": 1024, "num_warps": 4}
-OF_LOGITS = {"BLOCK_V": 1024, "num_warps": 8}
 # Columns of sums (n, SUMS).
 COUNT = tl.constexpr(0)
 FLAT = tl.constexpr(1)
@@ -25,91 +24,135 @@ SUMS = tl.constexpr(4)
 
 
 def draw_rows(
-    token: Tensor, w: Tensor, logp: Tensor, slope: Tensor | None, sums: Tensor, values: Tensor, rows: Tensor, V: int,
-    on: Tensor, uniform: Tensor, threshold: float, most: int, target: Tensor, bias: Tensor | None, temperature: float,
-    softcap: float | None = None, row_temperature: Tensor | None = None, *, exponentials: bool,
+    token: Tensor, w: Tensor, logp: Tensor, slope: Tensor | None, sums: Tensor, partial: Tensor, values: Tensor,
+    rows: Tensor, V: int, tile: int, on: Tensor, uniform: Tensor, threshold: float, most: int, target: Tensor,
+    bias: Tensor | None, temperature: float, softcap: float | None = None, row_temperature: Tensor | None = None, *,
+    exponentials: bool,
 ) -> None:  # fmt: skip
     """Fill token int32, w, logp and, behind a softcap, slope, fp32 (n, K), of rows `on` (n,) int32, and sums (n, 4).
 
     rows (n, W): fp32 logits, or exponentials (then without a softcap), as `finish_rows` left them and values, or others
-    whose absolute values have the sum e^LOGSUM; K of at least most + 2. sums has each row's number of elements, whether
-    its threshold was raised to 1 / most, since it would keep more, the sum of w's variances, and the sum of squares of
-    the gradient of logprob by z. A row that has a NaN keeps nothing.
+    whose absolute values have the sum e^LOGSUM; partial (tiles, PARTIALS, n) are the sums of `tile` columns each, a
+    power of 2. K of at least most + 2. sums has each row's number of elements, whether its threshold was raised to
+    1 / most, since it would keep more, and estimates without a bias of the sum of w's variances and of the sum of
+    squares of the gradient of logprob by z. A row that has a NaN keeps nothing.
     """
     check(values, target, row_temperature)
     check_rows("rows", rows, len(target), V, None if exponentials else float32)
     n, K = token.shape
+    tiles = triton.cdiv(V, tile)
     if n != len(target) or token.dtype != int32 or most + 2 > K or (exponentials and softcap is not None):
         got = f"{token.dtype} {tuple(token.shape)}, most {most}, softcap {softcap}"
         raise ValueError(f"want token int32 ({len(target)}, most + 2), exponentials without a softcap; got {got}")
+    if partial.shape != (tiles, PARTIALS.value, n) or not partial.is_contiguous():
+        raise ValueError(f"want partial ({tiles}, {PARTIALS.value}, {n}), contiguous; got {tuple(partial.shape)}")
     if n:
         _draw_kernel[(n,)](
-            token, w, logp, slope, sums, values, rows, on, uniform, target, bias, rows.stride(0), (V, rows.shape[1], K),
-            (threshold, max(threshold, 1 / most), float(most)), 1 / temperature, softcap, row_temperature,
-            exponentials, **(OF_EXPONENTIALS if exponentials else OF_LOGITS), **FUSION,
+            token, w, logp, slope, sums, partial, values, rows, on, uniform, target, bias, rows.stride(0),
+            (V, rows.shape[1], K), (threshold, max(threshold, 1 / most), float(most)), 1 / temperature, softcap,
+            row_temperature, exponentials, tile, triton.next_power_of_2(tiles), num_warps=4, **FUSION,
         )  # fmt: skip
 
 
 @triton.jit
-def _pass(
-    token, w, logp, slope, row, sizes, y, u, level, reference, logsum, bias, inv_temperature, softcap,
-    EXPONENTIALS: tl.constexpr, BLOCK_V: tl.constexpr,
+def _probabilities(
+    row, tile, sizes, y, reference, logsum, bias, inv_temperature, softcap, EXPONENTIALS: tl.constexpr,
+    TILE: tl.constexpr,
 ):  # fmt: skip
-    """Elements at this level: their number, the number of large p, mass and squares of the others, all squares."""
-    V, W, K = sizes
-    none = (y * 0).to(tl.int32)  # a tensor in the interpreter, too
-    count = none
-    large = none
-    total = u * level
-    mass = 0.0
-    mass_squares = 0.0
-    squares = 0.0
-    for start in range(0, V, BLOCK_V):
-        v = start + tl.arange(0, BLOCK_V)
-        inside = v < V
-        raw = tl.load(row + v, v < W, 0.0).to(tl.float32)  # W is a multiple of 16: loads are 16 bytes wide
-        if EXPONENTIALS:
-            raw = tl.abs(raw)
-            lp = _floor(_log2(raw) * LN_2) - logsum
-            p = raw * _exp(-logsum)
-        else:
-            lp = _floor(_z(raw, v, inside, bias, inv_temperature, softcap) - reference - logsum)
-            p = _exp(lp)
-        p = tl.where(inside & (v != y), p, 0.0)
+    """v, what is there, log p and p of a tile; p is 0 at the target."""
+    V, W, _ = sizes
+    v = tile * TILE + tl.arange(0, TILE)
+    inside = v < V
+    raw = tl.load(row + v, v < W, 0.0).to(tl.float32)
+    if EXPONENTIALS:
+        raw = tl.abs(raw)
+        logp = _floor(_log2(raw) * LN_2) - logsum
+        p = raw * _exp(-logsum)
+    else:
+        logp = _floor(_z(raw, v, inside, bias, inv_temperature, softcap) - reference - logsum)
+        p = _exp(logp)
+    return v, raw, logp, tl.where(inside & (v != y), p, 0.0)
+
+
+@triton.jit
+def _tails(
+    mass, level, row, sizes, y, reference, logsum, bias, inv_temperature, softcap, EXPONENTIALS: tl.constexpr,
+    TILE: tl.constexpr,
+):  # fmt: skip
+    """The mass of each tile's p below the level, and how many are not."""
+    tiles = tl.arange(0, mass.shape[0])
+    tail = mass
+    large = tl.sum(tl.zeros_like(tiles), 0)
+    heavy = (mass >= level).to(tl.int32)
+    rank = tl.where(heavy > 0, tl.cumsum(heavy, 0), 0)
+    for k in range(1, tl.sum(heavy, 0) + 1):
+        tile = tl.sum(tl.where(rank == k, tiles, 0), 0)
+        _, _, _, p = _probabilities(
+            row, tile, sizes, y, reference, logsum, bias, inv_temperature, softcap, EXPONENTIALS, TILE
+        )
         big = p >= level
-        tail = tl.where(big, 0.0, p)
-        step = tl.sum(tail, 0)
-        look = tl.max(p, 0)
-        mass += step
-        mass_squares += tl.sum(tail * tail, 0)
-        squares += tl.sum(p * p, 0)
-        if (total + step >= level) | (look >= level):
-            after = total + tl.cumsum(tail, 0)
-            passed = tl.floor(after / level) > tl.floor((after - tail) / level)
-            kept = big | (passed & (tail > 0))
-            place = count + tl.cumsum(kept.to(tl.int32), 0) - 1
-            ok = kept & (place < K)
-            tl.store(token + place, v, ok)
-            tl.store(w + place, tl.where(big, p, level), ok)
-            tl.store(logp + place, lp, ok)
-            if slope is not None:
-                at = _softcap_slope(_x(raw, v, inside, bias, inv_temperature), softcap)
-                tl.store(slope + place, at, ok)
-            count += tl.sum(kept.to(tl.float32), 0).to(tl.int32)
-            large += tl.sum(big.to(tl.float32), 0).to(tl.int32)
-        total += step
-        total -= tl.floor(total / level) * level
-    return count, large, mass, mass_squares, squares
+        tail = tl.where(rank == k, tl.sum(tl.where(big, 0.0, p), 0), tail)
+        large += tl.sum(big.to(tl.int32), 0)
+    return tail, large
+
+
+@triton.jit
+def _keep(
+    token, w, logp, slope, mass, tail, level, u, row, sizes, y, reference, logsum, bias, inv_temperature, softcap,
+    EXPONENTIALS: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Store the elements that are kept; their number, and estimates of the sums of squares of small p and of all."""
+    K = sizes[2]
+    tiles = tl.arange(0, mass.shape[0])
+    after = u * level + tl.cumsum(tail, 0)
+    before = after - tail
+    hit = (tl.floor(after / level) > tl.floor(before / level)) & (tail > 0)
+    read = (hit | (mass >= level)).to(tl.int32)
+    least = tl.where(mass >= level, level, 2.0)  # of a large p; a tile with less has none
+    rank = tl.where(read > 0, tl.cumsum(read, 0), 0)
+    count = tl.sum(tl.zeros_like(tiles), 0)
+    small = 0.0
+    square = 0.0
+    for k in range(1, tl.sum(read, 0) + 1):
+        here = rank == k
+        tile = tl.sum(tl.where(here, tiles, 0), 0)
+        v, raw, lp, p = _probabilities(
+            row, tile, sizes, y, reference, logsum, bias, inv_temperature, softcap, EXPONENTIALS, TILE
+        )
+        big = p >= tl.sum(tl.where(here, least, 0.0), 0)
+        rest = tl.where(big, 0.0, p)
+        start = tl.sum(tl.where(here, before, 0.0), 0)
+        start -= tl.floor(start / level) * level
+        # The stored exponentials are rounded: together they are to have the mass by which the tile was chosen.
+        of_tail = tl.sum(tl.where(here, tail, 0.0), 0) / tl.maximum(tl.sum(rest, 0), 1e-37)
+        sum_after = start + tl.cumsum(rest, 0) * of_tail
+        sum_before = sum_after - rest * of_tail
+        passed = (tl.floor(sum_after / level) > tl.floor(sum_before / level)) & (rest > 0)
+        kept = big | passed
+        place = count + tl.cumsum(kept.to(tl.int32), 0) - 1
+        ok = kept & (place < K)
+        weight = tl.where(big, p, level)
+        tl.store(token + place, v, ok)
+        tl.store(w + place, weight, ok)
+        tl.store(logp + place, lp, ok)
+        if slope is not None:
+            tl.store(slope + place, _softcap_slope(_x(raw, v, v < sizes[0], bias, inv_temperature), softcap), ok)
+        count += tl.sum(kept.to(tl.int32), 0)
+        each = tl.where(kept, weight * p, 0.0)
+        square += tl.sum(each, 0)
+        small += tl.sum(tl.where(big, 0.0, each), 0)
+    return count, small, square
 
 
 @triton.jit
 def _draw_kernel(
-    token, w, logp, slope, sums, values, rows, on, uniform, target, bias, stride, sizes, levels, inv_temperature,
-    softcap, row_temperature, EXPONENTIALS: tl.constexpr, BLOCK_V: tl.constexpr,
+    token, w, logp, slope, sums, partial, values, rows, on, uniform, target, bias, stride, sizes, levels,
+    inv_temperature, softcap, row_temperature, EXPONENTIALS: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
     level, raised, most = levels
-    _, _, K = sizes
+    V, _, K = sizes
     n = tl.program_id(0).to(tl.int64)
+    N = tl.num_programs(0)
     inv_temperature = _at_rows(inv_temperature, row_temperature, n, True)
     if softcap is not None:
         softcap = _at_rows(softcap, row_temperature, n, True)
@@ -118,33 +161,35 @@ def _draw_kernel(
     entropy = tl.load(known + ENTROPY)
     reference = tl.load(known + REFERENCE)
     logsum = tl.load(known + LOGSUM)
-    token += n * K
-    w += n * K
-    logp += n * K
     row = rows + n * stride
     if slope is not None:
         slope += n * K
     y = tl.load(target + n)
-    u = tl.load(uniform + n)
     out = sums + n * SUMS
-    none = (y * 0).to(tl.int32)
-    count = none
-    flat = none
+    count = (y * 0).to(tl.int32)  # a tensor in the interpreter, too
+    flat = count
     variance = 0.0
     square = 0.0
     if (tl.load(on + n) != 0) & (entropy == entropy):
-        count, large, mass, below, square = _pass(
-            token, w, logp, slope, row, sizes, y, u, level, reference, logsum, bias, inv_temperature, softcap,
-            EXPONENTIALS, BLOCK_V,
+        tiles = tl.arange(0, TILES)
+        there = tiles < tl.cdiv(V, TILE)
+        part = partial + (tiles * PARTIALS).to(tl.int64) * N + n
+        shift = _floor(tl.load(part, there, 0.0) - reference - logsum)
+        mass = tl.load(part + N, there, 0.0) * _exp(shift)
+        tail, large = _tails(
+            mass, level, row, sizes, y, reference, logsum, bias, inv_temperature, softcap, EXPONENTIALS, TILE
+        )
+        if (large + tl.sum(tail, 0) / level > most) & (raised > level):
+            flat += 1
+            level = raised
+            tail, large = _tails(
+                mass, level, row, sizes, y, reference, logsum, bias, inv_temperature, softcap, EXPONENTIALS, TILE
+            )
+        count, small, square = _keep(
+            token + n * K, w + n * K, logp + n * K, slope, mass, tail, level, tl.load(uniform + n), row, sizes, y,
+            reference, logsum, bias, inv_temperature, softcap, EXPONENTIALS, TILE,
         )  # fmt: skip
-        variance = level * mass - below
-        if (large + mass / level > most) & (raised > level):
-            flat = none + 1
-            count, large, mass, below, square = _pass(
-                token, w, logp, slope, row, sizes, y, u, raised, reference, logsum, bias, inv_temperature, softcap,
-                EXPONENTIALS, BLOCK_V,
-            )  # fmt: skip
-            variance = raised * mass - below
+        variance = level * tl.sum(tail, 0) - small
         miss = _expm1(logprob)
         square += tl.where(logprob == logprob, miss * miss, 0.0)  # NaN: no target
     tl.store(out + COUNT, count.to(tl.float32))

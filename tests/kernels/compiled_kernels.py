@@ -32,7 +32,7 @@ from compiled_heads import (
     rows,
     targets,
 )
-from head_rows import DENTROPY, DLOGPROB, ENTROPY, LOGPROB, statistics
+from head_rows import DENTROPY, DLOGPROB, ENTROPY, LOGPROB, REFERENCE, statistics
 from ptxcheck.launcher import Run
 
 from rlplus import Objective
@@ -312,18 +312,21 @@ def test_own_elements_are_added_in_fp32(launch: list[Run], dtype: torch.dtype, n
 @pytest.mark.parametrize("exponentials", [False, True])
 def test_a_draw_keeps_what_the_rule_says(launch: list[Run], exponentials: bool) -> None:
     """Against running sums in fp64, with a row that is off, one that is flat, and one that is nearly sure."""
-    n, V, W, most, threshold = 4, 300, 320, 64, 2.0**-7
+    n, V, W, tile, most, threshold = 4, 300, 320, 32, 64, 2.0**-7
     logits, target = 3 * torch.randn(n, W), torch.tensor([0, 299, 7, 150])
     logits[1] *= 0.1
     logits[2, 7] += 30
     on, u = torch.tensor([1, 1, 1, 0], dtype=torch.int32), torch.rand(n)
-    kept = torch.zeros(n, W)
-    values = statistics(logits, target, V, kept=kept)
+    values = statistics(logits, target, V)
+    partial = torch.zeros(-(-V // tile), kernels.PARTIALS.value, n)
+    partial[:, 0] = values[:, REFERENCE]
+    kept = (logits - values[:, REFERENCE, None]).exp().scatter(1, target[:, None], 0.0)
+    partial[:, 1] = torch.stack([part.sum(1) for part in kept[:, :V].split(tile, 1)])
     token, sums = torch.full((n, most + 8), -1, dtype=torch.int32), torch.empty(n, draws.SUMS.value)
     w, logp = torch.zeros(n, most + 8), torch.zeros(n, most + 8)
     draws.draw_rows(
-        token, w, logp, None, sums, values, kept if exponentials else logits, V, on, u, threshold, most, target, None,
-        1.0, exponentials=exponentials,
+        token, w, logp, None, sums, partial, values, kept if exponentials else logits, V, tile, on, u, threshold, most,
+        target, None, 1.0, exponentials=exponentials,
     )  # fmt: skip
     p = logits[:, :V].double().softmax(1)
     own = p.gather(1, target[:, None]).squeeze(1)
@@ -341,8 +344,9 @@ def test_a_draw_keeps_what_the_rule_says(launch: list[Run], exponentials: bool) 
         if on[i]:
             torch.testing.assert_close(w[i, :count].double(), p[i][want].clamp(min=level), rtol=1e-4, atol=1e-7)
             torch.testing.assert_close(logp[i, :count].double(), p[i][want].log(), rtol=1e-4, atol=1e-4)
-            spread = (tail * (level - tail)).sum()
-            torch.testing.assert_close(sums[i, draws.VARIANCE.value].double(), spread, rtol=1e-3, atol=1e-9)
-            square = (p[i] ** 2).sum() + (1 - own[i]) ** 2
+            counted = p[i][want].clamp(min=level) * p[i][want]  # in the mean the squares of all p
+            spread = level * tail.sum() - counted[p[i][want] < level].sum()
+            torch.testing.assert_close(sums[i, draws.VARIANCE.value].double(), spread, rtol=1e-3, atol=1e-6)
+            square = counted.sum() + (1 - own[i]) ** 2
             torch.testing.assert_close(sums[i, draws.SQUARE.value].double(), square, rtol=1e-3, atol=1e-12)
     check_launches(launch)

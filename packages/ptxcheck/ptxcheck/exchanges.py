@@ -59,9 +59,10 @@ PARTNERS: dict[str, Callable[..., tuple[Array, Array]]] = {  # the lane to read,
 
 
 def reduce(ex: "Executor", s: Statement) -> Run:
-    names = {"min": np.fmin, "max": np.fmax, "min.NaN": np.minimum, "max.NaN": np.maximum}
+    names = {"add": np.add, "min": np.fmin, "max": np.fmax, "min.NaN": np.minimum, "max.NaN": np.maximum}
+    kinds = {"add": ("s32", "u32"), "min": ("f32", "s32", "u32"), "max": ("f32", "s32", "u32")}
     (function, _, kind), (to, one, members) = s.opcode.removeprefix("redux.sync.").rpartition("."), map(str, s.operands)
-    if function not in names or kind not in (("f32",) if "NaN" in function else ("f32", "s32", "u32")):
+    if function not in names or kind not in kinds.get(function, ("f32",)):
         raise Unsupported("of another form")
     value, mask = ex.source(one, DTYPES[kind]), ex.source(members, np.uint32)
 
@@ -75,7 +76,8 @@ def reduce(ex: "Executor", s: Statement) -> Run:
         own = member[:, np.arange(WARP), np.arange(WARP)]
         if not own[on.reshape(-1, WARP)].all() or (member != member.transpose(0, 2, 1)).any():
             raise Unsupported("want lanes that name each other; some do not")
-        found = names[function].reduce(np.where(member, each[:, None, :], each[:, :, None]), 2).ravel()
+        others = 0 if function == "add" else each[:, :, None]  # in the place of those that are not named
+        found = names[function].reduce(np.where(member, each[:, None, :], others), 2, dtype=each.dtype).ravel()
         if kind == "f32":
             found = np.where(np.isnan(found), NAN[np.float32], found)
         ex.write(to, np.ascontiguousarray(found).view(np.uint32), m)

@@ -18,7 +18,7 @@ FORMS = {
           "[to], [map, {column, row}], [mbarrier], cp.async.bulk.tensor.2d.global.shared::cta.bulk_group "
           "[map, {column, row}], [from], cp.async.bulk.commit_group or cp.async.bulk.wait_group[.read] n",
     "shfl": "shfl.sync.{bfly, up, down, idx}.b32 to, from, by, clamp, -1",
-    "redux": "redux.sync.{min, max}[.NaN].f32 or redux.sync.{min, max}.{s32, u32}",
+    "redux": "redux.sync.{min, max}[.NaN].f32 or redux.sync.{add, min, max}.{s32, u32}",
     "elect": "elect.sync to|predicate, -1",
     "ldmatrix": f"ldmatrix{_MATRICES}",
     "stmatrix": f"stmatrix{_MATRICES}",

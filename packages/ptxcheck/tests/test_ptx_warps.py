@@ -217,13 +217,13 @@ def test_the_largest_and_the_smallest_of_a_warp(name: str) -> None:
         np.testing.assert_array_equal(got.numpy(), np.full(32, want))
 
 
-@pytest.mark.parametrize("name", ["max.s32", "min.s32", "max.u32", "min.u32"])
-def test_the_largest_and_the_smallest_integer_of_a_warp(name: str) -> None:
+@pytest.mark.parametrize("name", ["max.s32", "min.s32", "max.u32", "min.u32", "add.s32", "add.u32"])
+def test_the_largest_and_the_smallest_integer_and_the_sum_of_a_warp(name: str) -> None:
     x = torch.randint(-(2**31), 2**31, (32,)).int()
     body = f"ld.global.b32 %r1, [%rd1];\nmov.b32 %r2, -1;\nredux.sync.{name} %r40, %r1, %r2;"
     got = registers_after(body, x, 1)[:, 0]
     numbers = x.numpy() if name.endswith("s32") else x.numpy().view(np.uint32)
-    want = numbers.max() if name.startswith("max") else numbers.min()
+    want = {"max": np.max, "min": np.min, "add": lambda x: x.sum(dtype=x.dtype)}[name[:3]](numbers)
     assert (got.numpy().view(numbers.dtype) == want).all()
 
 

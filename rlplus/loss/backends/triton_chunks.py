@@ -24,12 +24,16 @@ class Work:
 
     def __init__(
         self, head: Head, way: Way, which: Tensor | None, scratch_bytes: float,
-        stored: tuple[Tensor, Tensor] | None = None,
+        stored: tuple[Tensor, Tensor] | None = None, *, by_tile: bool = False,
     ) -> None:  # fmt: skip
+        """by_tile: `partial` keeps each chunk's sums by tiles of `tile` columns."""
         self.head = head
         self.way = way
         self.which = which
         self.stored = stored
+        self.by_tile = by_tile
+        self.tile = tiling.STATISTICS.BLOCK_V if way.tile is None else way.tile.BLOCK_V
+        self.partial: Tensor | None = None
         self.count = len(head.target) if which is None else len(which)
         self.rows = chunk_rows(head._replace(target=head.target[: self.count]), way, scratch_bytes)
         self.logits: Tensor | None = None  # (n, .) of the chunk, as the exponentials are
@@ -91,8 +95,9 @@ class Work:
             logits_into(head, logits[:, :V])
         parts = 1
         if kept is None:
-            parts = max(1, min(-(-V // tiling.STATISTICS.BLOCK_V), -(-tiling.PROGRAMS // n)))
-        partial = values.new_empty(parts, PARTIALS, n)
+            tiles = -(-V // self.tile)
+            parts = tiles if self.by_tile else max(1, min(tiles, -(-tiling.PROGRAMS // n)))
+        partial = self.partial = values.new_empty(parts, PARTIALS, n)
         rest = arguments(head)
         row_kernels.row_exponentials(partial, kept, values, logits, V, *rest, block=tiling.STATISTICS)
         linear_kernels.finish_rows(values, partial, V, rest[0])
@@ -109,7 +114,7 @@ class Work:
         if not hidden.is_cuda:  # the interpreter's bf16 is wrong
             hidden = hidden.to(head.dtype)
             weight = weight.to(head.dtype)
-        partial = values.new_empty(-(-V // tile.BLOCK_V), PARTIALS, n)
+        partial = self.partial = values.new_empty(-(-V // tile.BLOCK_V), PARTIALS, n)
         marked = torch.empty(n, dtype=torch.int32, device=values.device)
         product = (values, hidden, weight, *rest)
         linear_kernels.linear_exponentials(partial, kept, *product, tile=tile)

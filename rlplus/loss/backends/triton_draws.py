@@ -4,12 +4,15 @@ The host waits for the number of elements of each chunk.
 """
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from rlplus.kernels import draws as kernels
+from rlplus.kernels.linear_logprob import PARTIALS
 from rlplus.kernels.row_values import ENTROPY, LOGPROB, LOGSUM, SLOPE, WIDTH
+from rlplus.kernels.tiling import STATISTICS
 from rlplus.loss.backends.sampled import MOST, Drawn
 from rlplus.loss.backends.triton import on_device, sets
 from rlplus.loss.backends.triton_chunks import Work, arguments
@@ -18,14 +21,21 @@ from rlplus.loss.head.gradient_sum import Index
 from rlplus.loss.head.head import Head
 
 
+class Masses(NamedTuple):
+    """partial (tiles, PARTIALS, n): a row's sums by tiles of `tile` columns each."""
+
+    partial: Tensor
+    tile: int
+
+
 def draws(head: Head, on: Tensor, scratch_bytes: float) -> Iterator[tuple[Index, Drawn]]:
     """As `sampled.Drawer` has it: rows that keep elements come first, from exponentials or fp32 logits."""
     with on_device(head.hidden.device):
         for which, kept in sets(on, True):
             way = way_of(head, gradient=kept, bonus=True)
-            if kept and way.exponentials is None:
+            if kept and (way.exponentials is None or way.tile is None):
                 way = Way(None, None, head.dtype)
-            for rows, part, values in (work := Work(head, way, which, scratch_bytes)).chunks():
+            for rows, part, values in (work := Work(head, way, which, scratch_bytes, by_tile=True)).chunks():
                 yield rows, _drawn(work, part, values, on[rows])
 
 
@@ -42,7 +52,9 @@ def _drawn(work: Work, head: Head, values: Tensor, on: Tensor) -> Drawn:
         zeros = torch.zeros_like(logprob)
         return Drawn(logprob, entropy, number, number, none, none, None, None, zeros, zeros, zeros != 0)
     slope = None if head.softcap is None else new(n, K)
-    token, w, logp, sums = _draw(head, rows[:n], values, on, slope, exponentials=rows is work.exponentials)
+    assert work.partial is not None
+    masses = Masses(work.partial, work.tile)
+    token, w, logp, sums = _draw(head, rows[:n], masses, values, on, slope, exponentials=rows is work.exponentials)
     count, flat, variance, square = sums.unbind(1)
     row, kept = _kept(count, K)
     of_cap = None if slope is None else slope[kept]
@@ -53,17 +65,21 @@ def _drawn(work: Work, head: Head, values: Tensor, on: Tensor) -> Drawn:
 
 def draw(head: Head, dz: Tensor, size: Tensor, on: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     """As `drawn_gradients.Draw` has it: absolute values of dz are exponentials whose sum is known."""
+    tile = STATISTICS.BLOCK_V
+    partial = dz.new_zeros(-(-dz.shape[1] // tile), PARTIALS.value, len(dz))
+    for columns, part in zip(dz.split(tile, 1), partial, strict=True):
+        part[1] = torch.linalg.vector_norm(columns, 1, dim=1)
     values = dz.new_zeros(len(dz), WIDTH.value)
     values[:, LOGSUM.value] = torch.where(on, size, 1.0).log()
     plain = Head(head.hidden, head.weight, None, torch.full_like(head.target, -1), 1.0)
     plain = plain._replace(uniform=head.uniform, threshold=head.threshold)
-    token, w, _, sums = _draw(plain, dz, values, on, None, exponentials=True)
+    token, w, _, sums = _draw(plain, dz, Masses(partial, tile), values, on, None, exponentials=True)
     row, kept = _kept(sums[:, kernels.COUNT.value], token.shape[1])
     yield row, token[kept].long(), w[kept]
 
 
 def _draw(
-    head: Head, rows: Tensor, values: Tensor, on: Tensor, slope: Tensor | None, *, exponentials: bool
+    head: Head, rows: Tensor, masses: Masses, values: Tensor, on: Tensor, slope: Tensor | None, *, exponentials: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """token, w, logp (n, K), of which each row has as many as sums (n, SUMS) says; slope (n, K) is filled."""
     assert head.uniform is not None
@@ -75,8 +91,8 @@ def _draw(
     w = new(n, K)
     logp = new(n, K)
     kernels.draw_rows(
-        token, w, logp, slope, sums, values, rows, len(head.weight), on.to(torch.int32), head.uniform.contiguous(),
-        head.threshold, MOST, *arguments(head), exponentials=exponentials,
+        token, w, logp, slope, sums, masses.partial, values, rows, len(head.weight), masses.tile, on.to(torch.int32),
+        head.uniform.contiguous(), head.threshold, MOST, *arguments(head), exponentials=exponentials,
     )  # fmt: skip
     return token, w, logp, sums
 
