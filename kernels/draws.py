@@ -47,21 +47,32 @@ def draw_rows(
     if partial.shape != (tiles, PARTIALS.value, n) or not partial.is_contiguous():
         raise ValueError(f"want partial ({tiles}, {PARTIALS.value}, {n}), contiguous; got {tuple(partial.shape)}")
     if n:
+        together = triton.next_power_of_2(tiles)
         _draw_kernel[(n,)](
             token, w, logp, slope, sums, partial, values, rows, on, uniform, target, bias, rows.stride(0),
             (V, rows.shape[1], K), (threshold, max(threshold, 1 / most), float(most)), 1 / temperature, softcap,
-            row_temperature, exponentials, tile, triton.next_power_of_2(tiles), num_warps=4, **FUSION,
+            row_temperature, exponentials, tile, together, num_warps=8 if together > 1024 else 4, **FUSION,
         )  # fmt: skip
+
+
+@triton.jit
+def _masses(partial, n, count, shift, TILES: tl.constexpr):
+    """The mass of each of a row's tiles."""
+    N = tl.num_programs(0)
+    tiles = tl.arange(0, TILES)
+    part = partial + (tiles * PARTIALS).to(tl.int64) * N + n
+    there = tiles < count
+    return tl.load(part + N, there, 0.0) * _exp(_floor(tl.load(part, there, 0.0) - shift))
 
 
 @triton.jit
 def _probabilities(
     row, tile, sizes, y, reference, logsum, bias, inv_temperature, softcap, EXPONENTIALS: tl.constexpr,
-    TILE: tl.constexpr,
+    BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     """v, what is there, log p and p of a tile; p is 0 at the target."""
     V, W, _ = sizes
-    v = tile * TILE + tl.arange(0, TILE)
+    v = tile * BLOCK_V + tl.arange(0, BLOCK_V)
     inside = v < V
     raw = tl.load(row + v, v < W, 0.0).to(tl.float32)
     if EXPONENTIALS:
@@ -77,7 +88,7 @@ def _probabilities(
 @triton.jit
 def _tails(
     mass, level, row, sizes, y, reference, logsum, bias, inv_temperature, softcap, EXPONENTIALS: tl.constexpr,
-    TILE: tl.constexpr,
+    BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     """The mass of each tile's p below the level, and how many are not."""
     tiles = tl.arange(0, mass.shape[0])
@@ -88,7 +99,7 @@ def _tails(
     for k in range(1, tl.sum(heavy, 0) + 1):
         tile = tl.sum(tl.where(rank == k, tiles, 0), 0)
         _, _, _, p = _probabilities(
-            row, tile, sizes, y, reference, logsum, bias, inv_temperature, softcap, EXPONENTIALS, TILE
+            row, tile, sizes, y, reference, logsum, bias, inv_temperature, softcap, EXPONENTIALS, BLOCK_V
         )
         big = p >= level
         tail = tl.where(rank == k, tl.sum(tl.where(big, 0.0, p), 0), tail)
@@ -99,7 +110,7 @@ def _tails(
 @triton.jit
 def _keep(
     token, w, logp, slope, mass, tail, level, u, row, sizes, y, reference, logsum, bias, inv_temperature, softcap,
-    EXPONENTIALS: tl.constexpr, TILE: tl.constexpr,
+    EXPONENTIALS: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     """Store the elements that are kept; their number, and estimates of the sums of squares of small p and of all."""
     K = sizes[2]
@@ -117,7 +128,7 @@ def _keep(
         here = rank == k
         tile = tl.sum(tl.where(here, tiles, 0), 0)
         v, raw, lp, p = _probabilities(
-            row, tile, sizes, y, reference, logsum, bias, inv_temperature, softcap, EXPONENTIALS, TILE
+            row, tile, sizes, y, reference, logsum, bias, inv_temperature, softcap, EXPONENTIALS, BLOCK_V
         )
         big = p >= tl.sum(tl.where(here, least, 0.0), 0)
         rest = tl.where(big, 0.0, p)
@@ -147,12 +158,11 @@ def _keep(
 @triton.jit
 def _draw_kernel(
     token, w, logp, slope, sums, partial, values, rows, on, uniform, target, bias, stride, sizes, levels,
-    inv_temperature, softcap, row_temperature, EXPONENTIALS: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr,
+    inv_temperature, softcap, row_temperature, EXPONENTIALS: tl.constexpr, BLOCK_V: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
     level, raised, most = levels
     V, _, K = sizes
     n = tl.program_id(0).to(tl.int64)
-    N = tl.num_programs(0)
     inv_temperature = _at_rows(inv_temperature, row_temperature, n, True)
     if softcap is not None:
         softcap = _at_rows(softcap, row_temperature, n, True)
@@ -171,23 +181,19 @@ def _draw_kernel(
     variance = 0.0
     square = 0.0
     if (tl.load(on + n) != 0) & (entropy == entropy):
-        tiles = tl.arange(0, TILES)
-        there = tiles < tl.cdiv(V, TILE)
-        part = partial + (tiles * PARTIALS).to(tl.int64) * N + n
-        shift = _floor(tl.load(part, there, 0.0) - reference - logsum)
-        mass = tl.load(part + N, there, 0.0) * _exp(shift)
+        mass = _masses(partial, n, tl.cdiv(V, BLOCK_V), reference + logsum, TILES)
         tail, large = _tails(
-            mass, level, row, sizes, y, reference, logsum, bias, inv_temperature, softcap, EXPONENTIALS, TILE
+            mass, level, row, sizes, y, reference, logsum, bias, inv_temperature, softcap, EXPONENTIALS, BLOCK_V
         )
         if (large + tl.sum(tail, 0) / level > most) & (raised > level):
             flat += 1
             level = raised
             tail, large = _tails(
-                mass, level, row, sizes, y, reference, logsum, bias, inv_temperature, softcap, EXPONENTIALS, TILE
+                mass, level, row, sizes, y, reference, logsum, bias, inv_temperature, softcap, EXPONENTIALS, BLOCK_V
             )
         count, small, square = _keep(
             token + n * K, w + n * K, logp + n * K, slope, mass, tail, level, tl.load(uniform + n), row, sizes, y,
-            reference, logsum, bias, inv_temperature, softcap, EXPONENTIALS, TILE,
+            reference, logsum, bias, inv_temperature, softcap, EXPONENTIALS, BLOCK_V,
         )  # fmt: skip
         variance = level * tl.sum(tail, 0) - small
         miss = _expm1(logprob)

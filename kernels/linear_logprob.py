@@ -241,23 +241,10 @@ def _tile(
     if listed is not None:
         m = tl.load(listed + m, here, 0).to(tl.int32)
 
-    acc = tl.zeros((BLOCK_M, BLOCK_V), tl.float32)
-    if TMA:
-        for k in range(0, H, BLOCK_H):  # zeros come back for what is outside
-            a = hidden.load([tile_m * BLOCK_M, k])
-            acc = tl.dot(a, weight.load([tile_v * BLOCK_V, k]).T, acc, input_precision="ieee")
-    else:
-        h = tl.arange(0, BLOCK_H)
-        # A weight of 262k rows of 8192 is past int32. Rows outside read row 0: no mask in the loop for them.
-        a_at = hidden + tl.where(here, m, 0).to(tl.int64)[:, None] * stride_hidden + h[None, :]
-        b_at = weight + tl.where(v < V, v, 0).to(tl.int64)[:, None] * stride_weight + h[None, :]
-        for k in range(0, H, BLOCK_H):
-            inside = h[None, :] < H - k
-            a = tl.load(a_at, inside, 0.0)
-            acc = tl.dot(a, tl.load(b_at, inside, 0.0).T, acc, input_precision="ieee")
-            a_at += BLOCK_H
-            b_at += BLOCK_H
-
+    acc = _products(
+        hidden, weight, tl.where(here, m, 0), tl.where(v < V, v, 0), tile_m, tile_v, H, stride_hidden, stride_weight,
+        BLOCK_M, BLOCK_V, BLOCK_H, TMA,
+    )  # fmt: skip
     reference = tl.load(values + m * WIDTH + REFERENCE, here, 0.0)
     inv_temperature = _at_rows(inv_temperature, row_temperature, m[:, None], here[:, None])
     if softcap is not None:
@@ -284,6 +271,31 @@ def _tile(
         else:
             to = exponentials + m.to(tl.int64)[:, None] * stride_e + v[None, :]
             tl.store(to, e.to(exponentials.dtype.element_ty), here[:, None] & (v < W)[None, :])
+
+
+@triton.jit
+def _products(
+    hidden, weight, m, v, tile_m, tile_v, H, stride_hidden, stride_weight, BLOCK_M: tl.constexpr,
+    BLOCK_V: tl.constexpr, BLOCK_H: tl.constexpr, TMA: tl.constexpr,
+):  # fmt: skip
+    """A tile of hidden weight^T; m, v: its rows of both, or row 0 in the place of those outside."""
+    acc = tl.zeros((BLOCK_M, BLOCK_V), tl.float32)
+    if TMA:
+        for k in range(0, H, BLOCK_H):  # zeros come back for what is outside
+            a = hidden.load([tile_m * BLOCK_M, k])
+            acc = tl.dot(a, weight.load([tile_v * BLOCK_V, k]).T, acc, input_precision="ieee")
+    else:
+        h = tl.arange(0, BLOCK_H)
+        # A weight of 262k rows of 8192 is past int32. Rows outside read row 0: no mask in the loop for them.
+        a_at = hidden + m.to(tl.int64)[:, None] * stride_hidden + h[None, :]
+        b_at = weight + v.to(tl.int64)[:, None] * stride_weight + h[None, :]
+        for k in range(0, H, BLOCK_H):
+            inside = h[None, :] < H - k
+            a = tl.load(a_at, inside, 0.0)
+            acc = tl.dot(a, tl.load(b_at, inside, 0.0).T, acc, input_precision="ieee")
+            a_at += BLOCK_H
+            b_at += BLOCK_H
+    return acc
 
 
 @triton.jit

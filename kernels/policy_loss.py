@@ -301,6 +301,26 @@ def _store_sums(sums, terms):
 
 
 @triton.jit
+def _entropy_bonus(weight, c):
+    """Whether a token's entropy counts, and the derivative by it."""
+    counts = (c.entropy_coef != 0) & (weight != 0)
+    return counts, tl.where(counts, -c.entropy_coef * weight, 0.0)
+
+
+@triton.jit
+def _constants(row, here):
+    """What a token's loss depends on, but for the old logprob."""
+    A = tl.load(row + ADVANTAGE, here, 0.0)
+    weight = tl.load(row + TOKEN_WEIGHT, here, 0.0)
+    is_external = tl.load(row + EXTERNAL_TOKEN, here, 0.0) != 0
+    behavior = tl.load(row + BEHAVIOR_LOGPROB, here, 0.0)
+    ref = tl.load(row + REF_LOGPROB, here, 0.0)
+    engine = tl.load(row + ENGINE_LOGPROB, here, 0.0)
+    entropy_weight = tl.load(row + ENTROPY_WEIGHT, here, 0.0)
+    return A, weight, is_external, behavior, ref, engine, entropy_weight
+
+
+@triton.jit
 def _token_loss_kernel(
     values, sums, constants, c, N, OLD: tl.constexpr, BEHAVIOR: tl.constexpr, ENGINE: tl.constexpr,
     INTERNAL_TERMS: tl.constexpr, EXTERNAL_TERMS: tl.constexpr, WEIGHTED: tl.constexpr,
@@ -312,14 +332,8 @@ def _token_loss_kernel(
     value = values + n * WIDTH
     logprob = tl.load(value + LOGPROB, here, 0.0)
     entropy = tl.load(value + ENTROPY, here, 0.0)
-    A = tl.load(row + ADVANTAGE, here, 0.0)
-    weight = tl.load(row + TOKEN_WEIGHT, here, 0.0)
-    is_external = tl.load(row + EXTERNAL_TOKEN, here, 0.0) != 0
+    A, weight, is_external, behavior, ref, engine, entropy_weight = _constants(row, here)
     old = tl.load(row + OLD_LOGPROB, here, 0.0) if OLD else logprob
-    behavior = tl.load(row + BEHAVIOR_LOGPROB, here, 0.0)
-    ref = tl.load(row + REF_LOGPROB, here, 0.0)
-    engine = tl.load(row + ENGINE_LOGPROB, here, 0.0)
-    entropy_weight = tl.load(row + ENTROPY_WEIGHT, here, 0.0)
     on = weight != 0
     internal = on & (is_external == 0)
     external = on & is_external
@@ -331,10 +345,8 @@ def _token_loss_kernel(
     kl, slope_kl = _kl(logprob, old, ref, is_external, KL)
     has_kl = c.kl_coef != 0
     slope = tl.where(is_external, slope_ext, tl.where(kept, weight_int * slope_int, 0.0))
-    slope = tl.where(has_kl, slope + c.kl_coef * slope_kl, slope)
-    dlogprob = tl.where(on, weight * slope, 0.0)
-    has_entropy = (c.entropy_coef != 0) & (entropy_weight != 0)
-    dentropy = tl.where(has_entropy, -c.entropy_coef * entropy_weight, 0.0)
+    dlogprob = tl.where(on, weight * tl.where(has_kl, slope + c.kl_coef * slope_kl, slope), 0.0)
+    has_entropy, dentropy = _entropy_bonus(entropy_weight, c)
     tl.store(value + DLOGPROB, dlogprob, here)
     tl.store(value + DENTROPY, dentropy, here)
 

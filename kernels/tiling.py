@@ -30,6 +30,7 @@ class Tile(NamedTuple):
 # Blocks of the row kernels, from logits to their statistics and to their gradient.
 STATISTICS = Block(4096, 8)
 GRADIENT = Block(4096, 8)
+DRAWN = Block(1024, 4)  # statistics of rows from which a draw reads single blocks
 PROGRAMS = 512  # so many fill any GPU: with fewer rows, several programs share a row of fp32 logits
 
 # Tiles by the GPU's major compute capability, for half precision: the default, and one with a bias, softcap or

@@ -34,7 +34,8 @@ class Drawn(NamedTuple):
     softcap or None; own_slope (n,): the same of the target, or None.
 
     Per row (n,): logprob, entropy; variance, the sum of the variances of w; square, the sum of squares of
-    logprob's gradient by z; flat, bool: whether its threshold was raised.
+    logprob's gradient by z; flat, bool: whether its threshold was raised. variance and square may be estimates without a
+    bias, and variance then below 0.
     """
 
     logprob: Tensor
@@ -166,6 +167,6 @@ def _noise(head: Head, known: Forward, on: Tensor, dlogprob: Tensor) -> list[Ten
     rows. The root of the first two's ratio is the relative error to expect, but for an entropy bonus and a softcap."""
     counts = on & (dlogprob != 0)
     a = dlogprob.masked_fill(~on, 0.0) / head.divisor
-    each = [torch.where(counts, a * a * x, 0.0).sum() for x in (known.variance, known.square)]
+    each = [torch.where(counts, a * a * x, 0.0).sum().clamp(min=0) for x in (known.variance, known.square)]
     numbers = (known.drawn, (known.flat & counts).sum())
     return [*each, *(known.logprob.new_zeros(()) + number for number in numbers)]

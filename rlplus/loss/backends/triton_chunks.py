@@ -31,8 +31,8 @@ class Work:
         self.way = way
         self.which = which
         self.stored = stored
-        self.by_tile = by_tile
-        self.tile = tiling.STATISTICS.BLOCK_V if way.tile is None else way.tile.BLOCK_V
+        self.block = tiling.DRAWN if by_tile else tiling.STATISTICS
+        self.tile = self.block.BLOCK_V if way.tile is None else way.tile.BLOCK_V
         self.partial: Tensor | None = None
         self.count = len(head.target) if which is None else len(which)
         self.rows = chunk_rows(head._replace(target=head.target[: self.count]), way, scratch_bytes)
@@ -95,11 +95,11 @@ class Work:
             logits_into(head, logits[:, :V])
         parts = 1
         if kept is None:
-            tiles = -(-V // self.tile)
-            parts = tiles if self.by_tile else max(1, min(tiles, -(-tiling.PROGRAMS // n)))
+            blocks = -(-V // self.block.BLOCK_V)
+            parts = blocks if self.block == tiling.DRAWN else max(1, min(blocks, -(-tiling.PROGRAMS // n)))
         partial = self.partial = values.new_empty(parts, PARTIALS, n)
         rest = arguments(head)
-        row_kernels.row_exponentials(partial, kept, values, logits, V, *rest, block=tiling.STATISTICS)
+        row_kernels.row_exponentials(partial, kept, values, logits, V, *rest, block=self.block)
         linear_kernels.finish_rows(values, partial, V, rest[0])
 
     def _ours(self, head: Head, values: Tensor) -> None:

@@ -96,13 +96,7 @@ def token_loss(logprob: Tensor, entropy: Tensor, constants: TokenConstants, obje
     loss_int = torch.where(internal_on, c.token_weight * weight_int * loss_int, zero)
     loss_ext = torch.where(external, c.token_weight * loss_ext, zero)
     slope = torch.where(c.external, slope_ext, torch.where(weight_int != 0, weight_int * slope_int, zero))
-    loss_kl = log_ref = zero
-    if o.kl_coef:
-        assert c.ref_logprob is not None
-        kl, slope_kl = _kl(logprob, c.ref_logprob, c, o)
-        loss_kl = torch.where(on, c.token_weight * o.kl_coef * kl, zero)
-        slope = slope + o.kl_coef * slope_kl
-        log_ref = logprob - c.ref_logprob
+    loss_kl, slope, log_ref = _with_kl(logprob, slope, c, o)
     dlogprob = torch.where(on, c.token_weight * slope, zero)
 
     loss_entropy, dentropy = _entropy_bonus(entropy, c, o)
@@ -138,6 +132,17 @@ def token_loss(logprob: Tensor, entropy: Tensor, constants: TokenConstants, obje
         stats |= _mismatch_stats(mismatch, outside, internal)
     loss = stats["loss_internal"] + stats["loss_external"] + stats["loss_kl"] + stats["loss_entropy"]
     return TokenLoss(loss, dlogprob, dentropy, stats)
+
+
+def _with_kl(logprob: Tensor, slope: Tensor, c: TokenConstants, o: Objective) -> tuple[Tensor, Tensor, Tensor]:
+    """The loss of the KL penalty, the slope with it, and log p - log p_ref; zeros, but for the slope, without one."""
+    zero = torch.zeros_like(logprob)
+    if not o.kl_coef:
+        return zero, slope, zero
+    assert c.ref_logprob is not None
+    kl, slope_kl = _kl(logprob, c.ref_logprob, c, o)
+    loss = torch.where(c.token_weight != 0, c.token_weight * o.kl_coef * kl, zero)
+    return loss, slope + o.kl_coef * slope_kl, logprob - c.ref_logprob
 
 
 def may_have_gradient(constants: TokenConstants, objective: Objective) -> Tensor:

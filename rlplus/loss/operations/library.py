@@ -85,6 +85,15 @@ def shards_of(head: Head, backend: str, scratch_bytes: float, *rest: Any) -> Any
     return sharded().meet(head, implementation(backend), scratch_bytes, *rest) if head.group else None
 
 
+def checked_shards(head: Head, backend: str, scratch_bytes: float, *call: Any) -> Any:
+    """Check the values of a head whose logprobs are wanted. -> as `shards_of`. call: what names it to other ranks."""
+    with telling(head):
+        on = check_logprob_rows(head)
+    shards = shards_of(head, backend, scratch_bytes, on, call, {})
+    check_targets(head, len(head.weight) if shards is None else sum(shards.lengths), on)
+    return shards
+
+
 def drawer_of(backend: str, shards: Any, head: Head) -> tuple[sampled.Drawer, Head]:
     """The part of a backend that draws for a sampled backward pass, and the head of this rank's rows."""
     if shards is None:

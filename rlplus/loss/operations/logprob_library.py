@@ -17,8 +17,7 @@ from rlplus.loss.guard.precision import full_precision
 from rlplus.loss.head.gradient_sum import Gradients, Needs, Want
 from rlplus.loss.head.head import Head
 from rlplus.loss.operations.library import (
-    check_logprob_rows,
-    check_targets,
+    checked_shards,
     differentiate,
     empty_gradients,
     in_one_dtype,
@@ -26,7 +25,6 @@ from rlplus.loss.operations.library import (
     keep_for_backward,
     sharded,
     shards_of,
-    telling,
 )
 from rlplus.loss.operations.op_arguments import schema, unpack
 
@@ -42,11 +40,7 @@ def linear_logprob(*arguments: Any) -> tuple[Tensor, ...]:
     stores: whether a backward pass may follow.
     """
     head, scratch_bytes, backend, stores = unpack(arguments, Head)
-    with telling(head):
-        on = check_logprob_rows(head)
-    shards = shards_of(head, backend, scratch_bytes, on, ("logprob",), {})
-    check_targets(head, len(head.weight) if shards is None else sum(shards.lengths), on)
-    del on
+    shards = checked_shards(head, backend, scratch_bytes, "logprob")
     head = head.rounded()
     blocks = implementation(backend)
     stored = _new_stored(head, scratch_bytes, backend, stores)

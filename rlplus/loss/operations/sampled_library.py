@@ -16,16 +16,13 @@ from rlplus.loss.guard.precision import full_precision
 from rlplus.loss.head.gradient_sum import Needs, Want
 from rlplus.loss.head.head import Head
 from rlplus.loss.operations.library import (
-    check_logprob_rows,
-    check_targets,
+    checked_shards,
     differentiate,
     drawer_of,
     empty_gradients,
     in_one_dtype,
     in_own_dtypes,
     keep_for_backward,
-    shards_of,
-    telling,
 )
 from rlplus.loss.operations.op_arguments import schema, unpack
 
@@ -38,12 +35,9 @@ from rlplus.loss.operations.op_arguments import schema, unpack
 def sampled_logprob(*arguments: Any) -> tuple[Tensor, ...]:
     """-> as `linear_logprob`, and the elements of the backward pass, see `sampled.Elements`."""
     head, scratch_bytes, backend = unpack(arguments, Head)
-    with telling(head):
-        on = check_logprob_rows(head)
-    shards = shards_of(head, backend, scratch_bytes, on, ("sampled logprob", head.threshold), {})
-    check_targets(head, len(head.weight) if shards is None else sum(shards.lengths), on)
+    shards = checked_shards(head, backend, scratch_bytes, "sampled logprob", head.threshold)
     with full_precision(head.hidden.device), advising(backend):
-        everywhere = torch.ones_like(on)  # where no logprob has a gradient, an entropy may
+        everywhere = torch.ones_like(head.target, dtype=torch.bool)  # where no logprob has a gradient, an entropy may
         known = sampled.forward(*drawer_of(backend, shards, head.rounded()), everywhere, scratch_bytes)
     return known.logprob, known.entropy, *known.elements
 
