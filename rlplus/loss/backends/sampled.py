@@ -34,8 +34,8 @@ class Drawn(NamedTuple):
     softcap or None; own_slope (n,): the same of the target, or None.
 
     Per row (n,): logprob, entropy; variance, the sum of the variances of w; square, the sum of squares of
-    logprob's gradient by z; flat, bool: whether its threshold was raised. variance and square may be estimates without a
-    bias, and variance then below 0.
+    logprob's gradient by z; flat, bool: whether its threshold was raised. variance and square may be estimates without
+    a bias, and variance then below 0.
     """
 
     logprob: Tensor

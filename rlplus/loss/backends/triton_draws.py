@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from rlplus.kernels import draws as kernels
+from rlplus.kernels import tiling
 from rlplus.kernels.linear_logprob import PARTIALS
 from rlplus.kernels.row_values import ENTROPY, LOGPROB, LOGSUM, SLOPE, WIDTH
-from rlplus.kernels.tiling import DRAWN
 from rlplus.loss.backends.sampled import MOST, Drawn
 from rlplus.loss.backends.triton import on_device, sets
 from rlplus.loss.backends.triton_chunks import Work, arguments
@@ -65,7 +65,7 @@ def _drawn(work: Work, head: Head, values: Tensor, on: Tensor) -> Drawn:
 
 def draw(head: Head, dz: Tensor, size: Tensor, on: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     """As `drawn_gradients.Draw` has it: absolute values of dz are exponentials whose sum is known."""
-    tile = DRAWN.BLOCK_V
+    tile = tiling.DRAWN.BLOCK_V
     partial = dz.new_zeros(-(-dz.shape[1] // tile), PARTIALS.value, len(dz))
     for columns, part in zip(dz.split(tile, 1), partial, strict=True):
         part[1] = torch.linalg.vector_norm(columns, 1, dim=1)
