@@ -218,7 +218,7 @@ def form_runs(table: Table) -> str:
 
 def form_tests(table: Table) -> str:
     """The three differences of the same comparison, and their tests."""
-    return table(registered.TESTED_HEADER, iter(registered.tested_rows(loaded("form"))))
+    return table(registered.TESTED_HEADER, iter(registered.difference_rows(loaded("form"))))
 
 
 def forms(table: Table) -> str:

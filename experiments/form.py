@@ -15,13 +15,52 @@ from experiments.significance import exact_interval, finds_the_skill, holm, perm
 from rlplus.tools.compare import Outcome, Results
 from rlplus.tools.report.tables import percent
 
-OWN, OTHER, GRPO = "RL-PLUS, own form", "RL-PLUS, without the first number", "GRPO, without demonstrations"
-RUNS = {  # setting and method; GRPO sees no demonstrations, so that its runs are those of both settings
+GRPO = "GRPO, without demonstrations"
+OWN = "RL-PLUS, own form"
+OTHER = "RL-PLUS, without the first number"
+REVERSED = "RL-PLUS, reversed"
+OWN_EXACT = "RL-PLUS, own form, exact"
+OTHER_EXACT = "RL-PLUS, without the first number, exact"
+REVERSED_EXACT = "RL-PLUS, reversed, exact"
+OWN_OMEGA = "p/p_ω, own form"
+OTHER_OMEGA = "p/p_ω, without the first number"
+OWN_SFT = "SFT, own form"
+OTHER_SFT = "SFT, without the first number"
+OWN_BOTH = "SFT+GRPO, own form"
+OTHER_BOTH = "SFT+GRPO, without the first number"
+RUNS = {  # setting and method; GRPO sees no demonstrations, so that its runs are those of every setting
     GRPO: ("own", "GRPO"),
     OTHER: ("without the first number", "RL-PLUS"),
     OWN: ("own", "RL-PLUS"),
 }
+CELLS = RUNS | {
+    REVERSED: ("reversed", "RL-PLUS"),
+    OWN_EXACT: ("own and exact", "RL-PLUS"),
+    OTHER_EXACT: ("without the first number and exact", "RL-PLUS"),
+    REVERSED_EXACT: ("reversed and exact", "RL-PLUS"),
+    OWN_OMEGA: ("own", "p/p_ω"),
+    OTHER_OMEGA: ("without the first number", "p/p_ω"),
+    OWN_SFT: ("own", "SFT"),
+    OTHER_SFT: ("without the first number", "SFT"),
+    OWN_BOTH: ("own", "SFT+GRPO"),
+    OTHER_BOTH: ("without the first number", "SFT+GRPO"),
+}
+RATES = {
+    f"{name}, {rate}": (setting, f"{method}{at}")
+    for name, (setting, method) in RUNS.items()
+    for rate, at in (("5e-4", " at half the rate"), ("1e-3", ""), ("2e-3", " at twice the rate"))
+}
 DIFFERENCES = ((OWN, OTHER), (OWN, GRPO), (OTHER, GRPO))  # the first is the interaction of the form with RL-PLUS − GRPO
+CELL_DIFFERENCES = (
+    (OWN_EXACT, OTHER_EXACT),
+    (OWN_EXACT, REVERSED_EXACT),
+    (OWN_EXACT, GRPO),
+    (OWN, REVERSED),
+    (OWN, OWN_BOTH),
+    (OWN, OWN_OMEGA),
+    (OWN_BOTH, OTHER_BOTH),
+)
+PARTS = {"first": (RUNS, DIFFERENCES), "cells": (CELLS, CELL_DIFFERENCES), "rates": (RATES, ())}  # Holm in each part
 LEAST = 10  # seeds of a verdict
 
 
@@ -40,12 +79,13 @@ class Difference:
     corrected: float | None
 
 
-def complete(results: Results) -> dict[str, list[Outcome]]:
-    """The outcomes of each kind of run on the seeds that have all of them, by seed."""
-    found = {name: results.of(*place) for name, place in RUNS.items()}
+def complete(results: Results, part: str = "first") -> dict[str, list[Outcome]]:
+    """The outcomes of each kind of run of a part on the seeds that have all of them, by seed."""
+    runs, _ = PARTS[part]
+    found = {name: results.of(*place) for name, place in runs.items()}
     seeds = sorted(set.intersection(*(set(each) for each in found.values())))
     if not seeds:
-        raise ValueError(f"want a seed with the runs {'; '.join(RUNS)}; there is none")
+        raise ValueError(f"want a seed with the runs {'; '.join(runs)}; there is none")
     return {name: [each[seed] for seed in seeds] for name, each in found.items()}
 
 
@@ -54,13 +94,14 @@ def pass_at_1(outcome: Outcome) -> float:
     return right_samples(outcome) / sum(sum(one.n) for one in outcome.results.values())
 
 
-def differences_of(results: Results) -> list[Difference]:
-    """The three differences, with a permutation test each and its p by Holm."""
-    runs = complete(results)
+def differences_of(results: Results, part: str = "first") -> list[Difference]:
+    """The differences of a part, with a permutation test each and its p by Holm."""
+    _, differences = PARTS[part]
+    runs = complete(results, part)
     right = {name: np.array([right_samples(one) for one in outcomes]) for name, outcomes in runs.items()}
     mean = {name: fmean(map(pass_at_1, outcomes)) for name, outcomes in runs.items()}
-    raw = [permutation_p(right[of] - right[less]) for of, less in DIFFERENCES]
-    verdict = len(runs[GRPO]) >= LEAST
+    raw = [permutation_p(right[of] - right[less]) for of, less in differences]
+    verdict = len(next(iter(runs.values()))) >= LEAST
     return [
         Difference(
             of,
@@ -70,14 +111,14 @@ def differences_of(results: Results) -> list[Difference]:
             p if verdict else None,
             corrected if verdict else None,
         )
-        for (of, less), p, corrected in zip(DIFFERENCES, raw, holm(raw), strict=True)
+        for (of, less), p, corrected in zip(differences, raw, holm(raw), strict=True)
     ]
 
 
-def run_rows(results: Results) -> list[tuple[str, ...]]:
+def run_rows(results: Results, part: str = "first") -> list[tuple[str, ...]]:
     """For each kind of run pass@1, the seeds that find the skill, and pass@1 of these and of the others apart."""
     rows = []
-    for name, outcomes in complete(results).items():
+    for name, outcomes in complete(results, part).items():
         parts: dict[bool, list[float]] = {True: [], False: []}
         for one in outcomes:
             parts[finds_the_skill(one)].append(pass_at_1(one))
@@ -89,16 +130,16 @@ def run_rows(results: Results) -> list[tuple[str, ...]]:
     return rows
 
 
-def tested_rows(results: Results) -> list[tuple[str, ...]]:
+def difference_rows(results: Results, part: str = "first") -> list[tuple[str, ...]]:
     """The differences in points, on how many seeds they are above 0, and the tests."""
-    seeds = len(complete(results)[GRPO])
+    seeds = len(next(iter(complete(results, part).values())))
 
     def text(p: float | None) -> str:
         return "" if p is None else "< .0001" if p < 1e-4 else f"{p:.4f}"
 
     return [
         (f"{d.of} − {d.less}", percent(d.mean, "+"), f"{d.above} of {seeds}", text(d.p), text(d.corrected))
-        for d in differences_of(results)
+        for d in differences_of(results, part)
     ]
 
 
@@ -107,12 +148,18 @@ TESTED_HEADER = ("difference", "points", "seeds above 0", "p", "p by Holm")
 
 
 def main() -> None:
-    """Print both tables."""
+    """Print the runs of each part, and its tests."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("results", type=Path, help="results.json of experiments/compare/form.yaml")
     results = Results.load(parser.parse_args().results)
-    for header, rows in ((RUN_HEADER, run_rows(results)), (TESTED_HEADER, tested_rows(results))):
-        print("\n".join(f"| {' | '.join(row)} |" for row in (header, ("---",) * len(header), *rows)), end="\n\n")
+    for part in PARTS:
+        try:
+            tables = ((RUN_HEADER, run_rows(results, part)), (TESTED_HEADER, difference_rows(results, part)))
+        except ValueError as error:
+            print(f"{part}: {error}\n")
+            continue
+        for header, rows in (each for each in tables if each[1]):
+            print("\n".join(f"| {' | '.join(row)} |" for row in (header, ("---",) * len(header), *rows)), end="\n\n")
 
 
 if __name__ == "__main__":

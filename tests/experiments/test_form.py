@@ -47,12 +47,12 @@ def test_each_difference_has_its_permutation_test_and_holm_over_all_three() -> N
         raw.append(sum(abs(each) >= abs(sum(differences)) for each in sums) / len(sums))
         assert got.p == raw[-1]
     assert [each.corrected for each in found] == holm(raw)
-    assert next(row[2:] for row in form.tested_rows(made(12))) == ("12 of 12", "0.0005", "0.0015")
+    assert next(row[2:] for row in form.difference_rows(made(12))) == ("12 of 12", "0.0005", "0.0015")
 
 
 def test_fewer_than_ten_seeds_have_no_verdict() -> None:
     assert [(each.p, each.corrected) for each in form.differences_of(made(9))] == [(None, None)] * 3
-    assert next(row[1:] for row in form.tested_rows(made(9))) == ("+30.6", "9 of 9", "", "")
+    assert next(row[1:] for row in form.difference_rows(made(9))) == ("+30.6", "9 of 9", "", "")
     assert all(each.p is not None for each in form.differences_of(made(10)))
 
 
@@ -90,12 +90,34 @@ def test_the_comparison_is_as_it_was_fixed(tmp_path: Path) -> None:
     runner = Runner(comparison, PATH.parent / comparison.run, tmp_path)
     runner.check()
     assert comparison.search is None
-    assert {(run.setting, run.method) for run in runner.all() if run.method != BASE} == set(form.RUNS.values())
+    wanted = {*form.CELLS.values(), *form.RATES.values()}
+    assert {(run.setting, run.method) for run in runner.all() if run.method != BASE} == wanted
     assert sorted({run.seed for run in runner.all()}) == [*range(200, 220)]
-    demonstrators = [setting.options.pop("demonstrator") for setting in comparison.settings.values()]
-    assert demonstrators == [{"noise": 0.2}, {"copies": False, "noise": 0.2}]
+    demonstrators = {name: setting.options.pop("demonstrator", {}) for name, setting in comparison.settings.items()}
+    other, reversed_ = {"copies": False}, {"order": "backward"}
+    exact = {"own": {}, OTHER: other, "reversed": reversed_}
+    assert demonstrators == {name: each | {"noise": 0.2} for name, each in exact.items()} | {
+        f"{name} and exact": each for name, each in exact.items()
+    }
     assert len({repr(setting) for setting in comparison.settings.values()}) == 1, "all else is the same"
     for run in runner.all():
         train = runner.config_of(run).train
-        assert (train.lr, train.prompts_per_step, train.prompts_per_update) == (1e-3, 32, None)
-        assert train.generated_tokens == 200_000
+        rate = {"half": 5e-4, "twice": 2e-3}.get(run.method.removesuffix(" the rate").rpartition(" ")[2], 1e-3)
+        assert (train.lr, train.generated_tokens) == (rate, None if run.method == "SFT" else 200_000)
+        if run.method != "SFT":
+            assert (train.prompts_per_step, train.prompts_per_update) == (32, None)
+
+
+def test_each_part_has_its_own_seeds_and_its_own_correction() -> None:
+    places = form.CELLS | form.RATES
+    outcomes = [
+        outcome(*place, seed, (7 * number + 3 * seed) % 11)
+        for number, place in enumerate(dict.fromkeys(places.values()))
+        for seed in range(12 if place in form.CELLS.values() else 4)
+    ]
+    results = Results(Comparison.model_validate(COMPARISON), {}, {}, {}, outcomes)
+    found = form.differences_of(results, "cells")
+    assert [(each.of, each.less) for each in found] == [*form.CELL_DIFFERENCES]
+    assert [each.corrected for each in found] == holm([each.p for each in found if each.p is not None])
+    assert form.difference_rows(results, "rates") == []
+    assert [len(each) for each in form.complete(results, "rates").values()] == [4] * 9
