@@ -31,6 +31,7 @@ class Work:
         self.way = way
         self.which = which
         self.stored = stored
+        self.by_tile = by_tile
         self.block = tiling.DRAWN if by_tile else tiling.STATISTICS
         self.tile = self.block.BLOCK_V if way.tile is None else way.tile.BLOCK_V
         self.partial: Tensor | None = None
@@ -96,8 +97,9 @@ class Work:
         parts = 1
         if kept is None:
             blocks = -(-V // self.block.BLOCK_V)
-            parts = blocks if self.block == tiling.DRAWN else max(1, min(blocks, -(-tiling.PROGRAMS // n)))
-        partial = self.partial = values.new_empty(parts, PARTIALS, n)
+            parts = blocks if self.by_tile else max(1, min(blocks, -(-tiling.PROGRAMS // n)))
+        partial = values.new_empty(parts, PARTIALS, n)
+        self.partial = partial if self.by_tile else None
         rest = arguments(head)
         row_kernels.row_exponentials(partial, kept, values, logits, V, *rest, block=self.block)
         linear_kernels.finish_rows(values, partial, V, rest[0])
@@ -114,7 +116,8 @@ class Work:
         if not hidden.is_cuda:  # the interpreter's bf16 is wrong
             hidden = hidden.to(head.dtype)
             weight = weight.to(head.dtype)
-        partial = self.partial = values.new_empty(-(-V // tile.BLOCK_V), PARTIALS, n)
+        partial = values.new_empty(-(-V // tile.BLOCK_V), PARTIALS, n)
+        self.partial = partial if self.by_tile else None
         marked = torch.empty(n, dtype=torch.int32, device=values.device)
         product = (values, hidden, weight, *rest)
         linear_kernels.linear_exponentials(partial, kept, *product, tile=tile)

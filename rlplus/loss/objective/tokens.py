@@ -96,7 +96,7 @@ def token_loss(logprob: Tensor, entropy: Tensor, constants: TokenConstants, obje
     loss_int = torch.where(internal_on, c.token_weight * weight_int * loss_int, zero)
     loss_ext = torch.where(external, c.token_weight * loss_ext, zero)
     slope = torch.where(c.external, slope_ext, torch.where(weight_int != 0, weight_int * slope_int, zero))
-    loss_kl, slope, log_ref = _with_kl(logprob, slope, c, o)
+    loss_kl, slope, log_ref = _with_kl(logprob, slope, zero, c, o)
     dlogprob = torch.where(on, c.token_weight * slope, zero)
 
     loss_entropy, dentropy = _entropy_bonus(entropy, c, o)
@@ -134,9 +134,10 @@ def token_loss(logprob: Tensor, entropy: Tensor, constants: TokenConstants, obje
     return TokenLoss(loss, dlogprob, dentropy, stats)
 
 
-def _with_kl(logprob: Tensor, slope: Tensor, c: TokenConstants, o: Objective) -> tuple[Tensor, Tensor, Tensor]:
+def _with_kl(
+    logprob: Tensor, slope: Tensor, zero: Tensor, c: TokenConstants, o: Objective
+) -> tuple[Tensor, Tensor, Tensor]:
     """The loss of the KL penalty, the slope with it, and log p - log p_ref; zeros, but for the slope, without one."""
-    zero = torch.zeros_like(logprob)
     if not o.kl_coef:
         return zero, slope, zero
     assert c.ref_logprob is not None
