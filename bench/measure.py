@@ -39,7 +39,7 @@ def seconds_left(until: float) -> float:
 
 
 def order_of(turn: int, count: int) -> list[int]:
-    """A random order of so many methods for a round, in every run the same."""
+    """The random order of a round; the same in every run."""
     return random.Random(turn).sample(range(count), count)
 
 
@@ -147,9 +147,9 @@ class Measurement:
         clear(inputs)
 
     def time(self) -> None:
-        """Time rounds of one call per method, each in an order of its own, while time is left."""
+        """Time rounds of one call per method, each in a random order, while time is left."""
         case, steps = self.case, self.steps
-        # An fp64 reference takes long on a CPU.
+        # The fp64 reference takes long on a CPU.
         share = 0.9 if self.cuda else 0.5 if case.accuracy else 0.8
         until = time.monotonic() + max(0.0, seconds_left(self.until)) * share
         while len(steps) > 1 and sum(step[-1] for step in steps) > seconds_left(until):

@@ -95,7 +95,7 @@ def verdict(case: dict[str, Any]) -> str:
     rho = case["rows"][0]["rho"]
     compared = [row for row in case["rows"] if row["status"] == "ok" and row["rho"] == rho]
     compared = [row for row in compared if METHODS[row["method"]].kind in kinds]
-    if not compared:
+    if len(compared) < 2:
         return ""
     first, *rest = sorted(compared, key=lambda row: row["ratio"]["median"])
     same = [row["method"] for row in rest if alike(first, row)]

@@ -176,7 +176,7 @@ def liger_grpo_tuned(x: Inputs) -> Step:
 
 @method("Liger GRPO TF32", "grpo", "tuned, TF32 allowed", package="liger-kernel", device="cuda", compiles=True)
 def liger_grpo_tf32(x: Inputs) -> Step:
-    """Its backward pass turns chunks of the weight into fp32, so that two of its four GEMMs are in fp32."""
+    """Two of its four GEMMs are in fp32: the backward pass converts each chunk of the weight."""
     step = liger_grpo_tuned(x)
 
     def fast() -> None:
@@ -195,7 +195,7 @@ def liger_cross_entropy(x: Inputs) -> Step:
 
 
 def liger_linear(x: Inputs, target: Tensor, reduction: str, chunk: int, ce: str | None = None) -> Callable[[], Tensor]:
-    """Liger's cross-entropy with fp32 accumulation. chunk: `chunk_mem_const`; ce: what its kernel is written in."""
+    """Liger's cross-entropy with fp32 accumulation. chunk: `chunk_mem_const`; ce: the implementation of its kernel."""
     apply = import_module("liger_kernel.ops").LigerFusedLinearCrossEntropyFunction.apply
     rest = (None, None, -100, 0.0, 0.0, reduction, None, False, torch.float32, False, False, False, ce, None, chunk)
     return lambda: apply(x.hidden, x.weight, target, *rest)[0]
@@ -235,7 +235,7 @@ def liger_none_forward(x: Inputs) -> Step:
 
 
 def liger_scaled_logprob(x: Inputs) -> Callable[[], Tensor]:
-    """In CuTe on Hopper, elsewhere in torch."""
+    """Liger's logprobs: in CuTe on Hopper, elsewhere in torch."""
     apply = import_module("liger_kernel.ops").LigerFusedLinearScaledCrossEntropyFunction.apply
     return lambda: -apply(x.hidden, x.weight, x.target)
 
@@ -252,7 +252,7 @@ def liger_scaled_forward(x: Inputs) -> Step:
 
 @cache
 def cce_package(tuned: bool) -> Any:
-    """A copy of cut_cross_entropy, which reads CCE_AUTOTUNE when it is imported."""
+    """cut_cross_entropy, imported separately for each value of CCE_AUTOTUNE, which it reads on import."""
 
     def taken() -> dict[str, ModuleType]:
         names = [name for name in sys.modules if name.split(".")[0] == "cut_cross_entropy"]
@@ -346,7 +346,7 @@ def trl_logprob(x: Inputs) -> Callable[[], Tensor]:
     return lambda: apply(x.hidden, x.weight, None, x.target, 1.0, 32768, None, 1.0, ("entropy",))[0]
 
 
-@method("TRL", "policy", "ChunkedLogProbFunction, dhidden and dW added up in its own fp32; RL-PLUS loss", package="trl")
+@method("TRL", "policy", "ChunkedLogProbFunction, accumulates dhidden and dW in fp32; RL-PLUS loss", package="trl")
 def trl(x: Inputs) -> Step:
     return from_logprob(x, trl_logprob(x))
 

@@ -121,13 +121,13 @@ def tiny(cases: list[Case]) -> list[Case]:
 def quick() -> list[Case]:
     """The suite `quick`: at most a minute on a CPU."""
     sizes: Sizes = {"N": 128, "H": 128, "V": 4000}
-    methods = ("cpp", "torch", "triton", "reference", *PEERS[:-2])
+    methods = ("cpp", "torch", "triton", "reference", "naive torch", *PEERS[2:6], "TRL", "QuACK")
     cases = [
         Case("main", **sizes, dtype=dtype, methods=methods, sparse=("cpp", "torch"), shares=(1.0, 0.5),
              seconds=8, memory=False)
         for dtype in ("bfloat16", "float32")
     ]  # fmt: skip
-    cases += [Case("forward", **sizes, dtype="bfloat16", methods=FORWARD[:-1], forward=True, seconds=4, memory=False)]
+    cases += [Case("forward", **sizes, dtype="bfloat16", methods=FORWARD[:-3], forward=True, seconds=4, memory=False)]
     base: Sizes = {"N": 256, "H": 128, "V": 4000}
     return cases + sweep(base, {"N": (256, 1024)}, "cpp 40 MB")
 
