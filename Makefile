@@ -92,13 +92,14 @@ clean:  ## remove the virtual environment, caches and build outputs; never a run
 
 force:
 
-.venv-peers/.ready: tests/peers/peers.txt pyproject.toml
+.venv-peers/.ready: tests/peers/peers.txt bench/peers.txt pyproject.toml
 	@echo "Installing TRL, verl, OpenRLHF and Liger into .venv-peers, some minutes."
 	$(or $(PYTHON),python3) -m venv --clear .venv-peers
 	install=".venv-peers/bin/python -m pip install --quiet --disable-pip-version-check"
 	$$install "torch==2.13.0+cpu" 2> /dev/null || $$install --extra-index-url "$(TORCH_CPU_INDEX)" "torch==2.13.0+cpu"
 	RLPLUS_EXT=0 $$install -r tests/peers/peers.txt .
 	$$install --no-deps openrlhf==0.11.2  # flash-attn, which it wants, needs CUDA
+	$$install --no-deps --constraint bench/peers.txt cut-cross-entropy quack-kernels  # of QuACK only the source is read
 	touch "$@"
 
 .venv-prime-rl/.ready: tests/peers/prime-rl.txt pyproject.toml

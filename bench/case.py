@@ -30,7 +30,7 @@ class Case:
     shares: tuple[float, ...] = (1.0,)
     external: float = 1 / GROUP
     scattered: bool = False
-    repeats: int = 7
+    repeats: int = 20
     seconds: float = 60.0
     memory: bool = True
     accuracy: bool = True

@@ -26,7 +26,7 @@ from rlplus.loss.objective.divergence import beta_of, divergence
 
 from .__main__ import say
 from .cases import DTYPES
-from .measure import elapsed, keep_memory, new_peak, status_mb
+from .measure import elapsed, keep_memory, new_peak, order_of, status_mb
 from .peers import submodule
 
 Step = Callable[[], object]
@@ -151,7 +151,7 @@ def take_turns(steps: dict[str, Step], heads: Heads, rounds: int, cuda: bool) ->
     for turn in range(rounds + 1):
         if turn == 1:  # the first round loads what is loaded once
             times.clear()
-        for name, step in list(steps.items()):
+        for name, step in [list(steps.items())[i] for i in order_of(turn, len(steps))]:
             heads.clear()
             try:
                 times.setdefault(name, []).append(elapsed(step, cuda))
@@ -166,7 +166,7 @@ def take_turns(steps: dict[str, Step], heads: Heads, rounds: int, cuda: bool) ->
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.distill", description=__doc__)
-    for name, default in (("tokens", 512), ("hidden", 448), ("vocabulary", 16_000), ("rounds", 5)):
+    for name, default in (("tokens", 512), ("hidden", 448), ("vocabulary", 16_000), ("rounds", 20)):
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--dtype", choices=tuple(DTYPES), default="float32")
     parser.add_argument("--kind", choices=("reverse_kl", "forward_kl", "jsd"), default="reverse_kl")

@@ -3,6 +3,7 @@
 import ctypes
 import json
 import os
+import random
 import resource
 import subprocess
 import sys
@@ -35,6 +36,11 @@ M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # parameters of glibc's mallopt
 
 def seconds_left(until: float) -> float:
     return until - time.monotonic()
+
+
+def order_of(turn: int, count: int) -> list[int]:
+    """The random order of a round; the same in every run."""
+    return random.Random(turn).sample(range(count), count)
 
 
 def clear(inputs: Inputs) -> None:
@@ -141,9 +147,11 @@ class Measurement:
         clear(inputs)
 
     def time(self) -> None:
-        """Time rounds of one call per method, each starting with another method, while time is left."""
+        """Time rounds of one call per method, each in a random order, while time is left."""
         case, steps = self.case, self.steps
-        until = time.monotonic() + max(0.0, seconds_left(self.until)) * (0.5 if case.accuracy else 0.8)
+        # The fp64 reference takes long on a CPU.
+        share = 0.9 if self.cuda else 0.5 if case.accuracy else 0.8
+        until = time.monotonic() + max(0.0, seconds_left(self.until)) * share
         while len(steps) > 1 and sum(step[-1] for step in steps) > seconds_left(until):
             slowest = max(steps[1:], key=lambda step: step[-1])
             slowest[0]["status"] = f"left out: a call takes {slowest[-1]:.1f} s, too long for the time left"
@@ -155,8 +163,7 @@ class Measurement:
             if turn and longest > seconds_left(until):
                 break
             start = time.monotonic()
-            for i in range(len(steps)):
-                at = (i + turn) % len(steps)
+            for at in order_of(turn, len(steps)):
                 row, method, inputs, step, cost = steps[at]
                 before = page_faults()
                 with failure_in(row, "status", method):
@@ -264,7 +271,8 @@ def failure_in(row: Row, key: str, method: Method) -> Iterator[None]:
 
 
 def interpreted(method: Method) -> bool:
-    return method.name.startswith("triton") and os.environ.get("TRITON_INTERPRET") == "1"
+    own = method.name.startswith(("triton", "Liger linear", "Liger none"))
+    return own and os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def reason(error: Exception, method: Method) -> str:
@@ -272,7 +280,8 @@ def reason(error: Exception, method: Method) -> str:
     if isinstance(error, Unavailable):
         return str(error)
     if isinstance(error, ModuleNotFoundError):
-        return f"not installed: {error.name}" if package_version(method.package) else f"not installed: {method.package}"
+        missing = error.name if package_version(method.package) else method.package
+        return f"not installed: {missing}" + "; bench/README.md says how" * (method.package not in ("rlplus", "torch"))
     return f"failed: {one_line(error)}"
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlplus.loss import Objective, linear_logprob, linear_policy_loss
+from rlplus.loss import Objective, linear_logprob, linear_policy_loss, policy_loss
 
 from .cases import Inputs
 
@@ -105,16 +105,26 @@ def ours(
     method(name, kind, f"RL-PLUS loss{note}", device=device, into=into)(prepare)
 
 
-def ours_forward(name: str, device: str | None, **options: Any) -> None:
-    """Register a backend with its options, for logprob and entropy."""
+def from_logprob(x: Inputs, logprobs: Callable[[], Tensor]) -> Step:
+    """The RL-PLUS loss on differentiable logprobs (N,)."""
 
-    def prepare(x: Inputs) -> Step:
-        def step() -> Tensor:
-            return linear_logprob(x.hidden, x.weight, x.target, **options)[0]
+    def step() -> Tensor:
+        logprob = logprobs()
+        policy_loss(logprob, **x.constants)[0].backward()
+        return logprob.detach()
 
-        return step
+    return step
 
-    method(f"{name} forward", "forward", "logprob and entropy", device=device)(prepare)
+
+def ours_logprob(name: str, device: str | None, **options: Any) -> None:
+    """Register a backend with its options, for logprob and entropy: without gradients, and under the loss."""
+
+    def forward(x: Inputs) -> Callable[[], Tensor]:
+        return lambda: linear_logprob(x.hidden, x.weight, x.target, **options)[0]
+
+    method(f"{name} forward", "forward", "logprob and entropy", device=device)(forward)
+    what = "linear_logprob; RL-PLUS loss"
+    method(f"{name} logprob", "policy", what, device=device)(lambda x: from_logprob(x, forward(x)))
 
 
 KEPT = 8  # tokens of each row
@@ -140,7 +150,7 @@ def kept(backend: str, device: str | None) -> None:
 BONUS = replace(Objective(), entropy_coef=1e-3)
 for backend, only in {"reference": None, "torch": None, "cpp": "cpu", "triton": "cuda"}.items():
     ours(backend, only, backend=backend)
-    ours_forward(backend, only, backend=backend)
+    ours_logprob(backend, only, backend=backend)
     if backend != "reference":
         ours(f"{backend} into", only, "other", ", dW added to an fp32 buffer", into=True, backend=backend)
         ours(f"{backend} entropy", only, "other", " with an entropy bonus", backend=backend, objective=BONUS)

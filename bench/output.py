@@ -71,7 +71,7 @@ def ratio(row: Row) -> str:
 
 def cell(row: Row) -> str:
     """`ratio` with the reason shortened to a few words."""
-    text = ratio(row).partition(": a ")[0].partition(": no ")[0]
+    text = ratio(row).partition(": a ")[0].partition(": no ")[0].partition("; ")[0]
     return ":".join(text.split(":")[:2]) if text.startswith("failed: ") else text
 
 
@@ -79,6 +79,27 @@ def lines(header: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
     """A Markdown table."""
     head = list(header)
     return "\n".join(f"| {' | '.join(cells)} |" for cells in (head, ["---"] * len(head), *rows))
+
+
+NONE = 0.05  # a smaller difference of two methods' medians is called none
+
+
+def alike(one: Row, other: Row) -> bool:
+    low, high = sorted(row["ratio"]["median"] for row in (one, other))
+    return bool(high < (1 + NONE) * low)
+
+
+def verdict(case: dict[str, Any]) -> str:
+    """The fastest method of a case, and those that do not differ from it."""
+    kinds = {"policy", "grpo", "cross-entropy", "forward"}
+    rho = case["rows"][0]["rho"]
+    compared = [row for row in case["rows"] if row["status"] == "ok" and row["rho"] == rho]
+    compared = [row for row in compared if METHODS[row["method"]].kind in kinds]
+    if len(compared) < 2:
+        return ""
+    first, *rest = sorted(compared, key=lambda row: row["ratio"]["median"])
+    same = [row["method"] for row in rest if alike(first, row)]
+    return f"fastest: {first['method']}" + f"; no difference (below {NONE:.0%}): {', '.join(same)}" * bool(same)
 
 
 def title(case: dict[str, Any]) -> str:
@@ -97,7 +118,7 @@ def case_table(case: dict[str, Any]) -> str:
         )
         for row in case["rows"]
     ]  # fmt: skip
-    parts = [title(case), lines(header, rows)]
+    parts = [title(case), lines(header, rows), *filter(None, [verdict(case)])]
     if state := case.get("clocks"):
         parts.append("after the rounds: " + ", ".join(f"{name} {value:g}" for name, value in state.items()))
     return "\n".join([*parts, *kernel_tables(case)]) + "\n"
@@ -244,8 +265,8 @@ def main_table(result: Result) -> str:
     foot = (
         f"MB: peak beyond inputs, dhidden and dW; an fp32 accumulator of dW alone would be {accumulator:.0f}. "
         "Errors are those against fp64: the greatest of a logprob; dW's relative to its norm. `cpp` with `into` adds "
-        "dW to a given fp32 buffer, `entropy` has an entropy bonus; "
-        "`none` is a cross-entropy without reduction, under the RL-PLUS loss."
+        "dW to a given fp32 buffer, `entropy` has an entropy bonus; `none` is a cross-entropy without reduction, "
+        "under the RL-PLUS loss. The range is that of all rounds; a difference of two medians below 5 % is called none."
     )
     return f"{head}\n\n{lines(header, rows)}\n\n{foot}\n"
 
@@ -303,6 +324,7 @@ def other_sizes_table(result: Result) -> str:
         measured = [row for row in case["rows"] if row["status"] == "ok" and row["method"] not in NOT_PEERS]
         peer = min(measured, key=lambda row: row["ratio"]["median"], default=None)
         beside = f"{peer['method']} {peer['ratio']['median']:.2f}" if peer else ""
+        beside += " (no difference)" * bool(peer and own["status"] == "ok" and alike(own, peer))
         rows.append([*map(str, sizes), ratio(own), beside, number(own.get("extra_mb"), ".0f")])
     if not rows:
         return ""
@@ -323,7 +345,8 @@ def manual_part(results: dict[str, Result]) -> str:
     if processors:
         parts += [main_table(next(iter(processors.values()))), faults_note(processors), bf16_note(processors)]
     if "gpu" in results:
-        parts += [main_table(results["gpu"]), side_table(results["gpu"]), other_sizes_table(results["gpu"])]
+        sizes = results.get("gpu-sizes", results["gpu"])
+        parts += [main_table(results["gpu"]), side_table(results["gpu"]), other_sizes_table(sizes)]
     else:
         parts.append("GPU: not measured yet.\n")
     return "\n".join(part for part in parts if part)

@@ -4,9 +4,12 @@ To add one, write a function with the decorator `method`, and name it in `suites
 `methods.ours`.
 """
 
+import os
+import shutil
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
 from types import ModuleType
@@ -16,25 +19,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from rlplus.loss import policy_loss
-
 from .cases import Inputs
-from .methods import METHODS, Method, Step, Unavailable, method
+from .methods import METHODS, Method, Step, Unavailable, from_logprob, method
 
 __all__ = ["METHODS", "Method", "Step", "Unavailable", "method"]  # METHODS includes other packages' methods
 
 # ---- peers: PyTorch
-
-
-def from_logprob(x: Inputs, logprobs: Callable[[], Tensor]) -> Step:
-    """The RL-PLUS loss on a peer's differentiable logprobs (N,)."""
-
-    def step() -> Tensor:
-        logprob = logprobs()
-        policy_loss(logprob, **x.constants)[0].backward()
-        return logprob.detach()
-
-    return step
 
 
 def from_loss(loss: Callable[[], Tensor]) -> Step:
@@ -46,19 +36,28 @@ def from_loss(loss: Callable[[], Tensor]) -> Step:
     return step
 
 
-def plain_logprob(x: Inputs) -> Tensor:
-    logits = F.linear(x.hidden, x.weight).float()
-    return logits.log_softmax(1).gather(1, x.target[:, None]).squeeze(1)
+def plain_logprob(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+    return F.linear(hidden, weight).float().log_softmax(1).gather(1, target[:, None]).squeeze(1)
 
 
 @method("naive torch", "policy", "full logits, fp32 softmax, autograd; RL-PLUS loss", package="torch")
 def naive(x: Inputs) -> Step:
-    return from_logprob(x, lambda: plain_logprob(x))
+    return from_logprob(x, lambda: plain_logprob(x.hidden, x.weight, x.target))
+
+
+@method("naive torch compiled", "policy", "naive torch under torch.compile", package="torch", compiles=True)
+def naive_compiled(x: Inputs) -> Step:
+    compiler = os.environ.get("CXX", "g++")
+    if not x.hidden.is_cuda and shutil.which(compiler) is None:
+        raise Unavailable(f"needs a C++ compiler: {compiler}")
+    # fullgraph: past torch's limit of compiled shapes it fails, and does not go on without compilation.
+    compiled = torch.compile(plain_logprob, dynamic=False, fullgraph=True)
+    return from_logprob(x, lambda: compiled(x.hidden, x.weight, x.target))
 
 
 @method("naive torch forward", "forward", "full logits, fp32 log_softmax", package="torch")
 def naive_forward(x: Inputs) -> Step:
-    return lambda: plain_logprob(x)
+    return lambda: plain_logprob(x.hidden, x.weight, x.target)
 
 
 @method("fp32 logits forward", "forward", "GEMM with fp32 output, log_softmax", package="torch")
@@ -175,21 +174,104 @@ def liger_grpo_tuned(x: Inputs) -> Step:
     return grpo(x, max(1, (2048 if x.hidden.is_cuda else 512) // x.head.length))
 
 
+@method("Liger GRPO TF32", "grpo", "tuned, TF32 allowed", package="liger-kernel", device="cuda", compiles=True)
+def liger_grpo_tf32(x: Inputs) -> Step:
+    """Two of its four GEMMs are in fp32: the backward pass converts each chunk of the weight."""
+    step = liger_grpo_tuned(x)
+
+    def fast() -> None:
+        before = torch.get_float32_matmul_precision()
+        torch.set_float32_matmul_precision("high")
+        step()
+        torch.set_float32_matmul_precision(before)
+
+    return fast
+
+
 @method("Liger linear CE", "cross-entropy", "LigerFusedLinearCrossEntropyLoss", package="liger-kernel", device="cuda")
 def liger_cross_entropy(x: Inputs) -> Step:
     loss = import_module("liger_kernel.transformers").LigerFusedLinearCrossEntropyLoss()
     return from_loss(lambda: loss(x.weight, x.hidden, x.ce_target))
 
 
-@method("Liger scaled CE", "policy", "per token; RL-PLUS loss", package="liger-kernel", device="cuda")
-def liger_scaled(x: Inputs) -> Step:
+def liger_linear(x: Inputs, target: Tensor, reduction: str, chunk: int, ce: str | None = None) -> Callable[[], Tensor]:
+    """Liger's cross-entropy with fp32 accumulation. chunk: `chunk_mem_const`; ce: the implementation of its kernel."""
+    apply = import_module("liger_kernel.ops").LigerFusedLinearCrossEntropyFunction.apply
+    rest = (None, None, -100, 0.0, 0.0, reduction, None, False, torch.float32, False, False, False, ce, None, chunk)
+    return lambda: apply(x.hidden, x.weight, target, *rest)[0]
+
+
+def liger_chunks(chunk: int) -> None:
+    """Register Liger's cross-entropy with N × H × chunk logits at a time, as a mean and per token."""
+
+    def mean(x: Inputs) -> Step:
+        return from_loss(liger_linear(x, x.ce_target, "mean", chunk))
+
+    def none(x: Inputs) -> Step:
+        loss = liger_linear(x, x.target, "none", chunk)
+        return from_logprob(x, lambda: -loss())
+
+    what = f"fp32 accumulation, chunk_mem_const {chunk}"
+    method(f"Liger linear CE {chunk}x", "cross-entropy", what, package="liger-kernel", device="cuda")(mean)
+    method(f"Liger none {chunk}x", "policy", f"per token, {what}; RL-PLUS loss", package="liger-kernel", device="cuda")(
+        none
+    )
+
+
+for factor in (1, 4, 16):
+    liger_chunks(factor)
+
+
+@method("Liger CuTe", "policy", "Liger none 4x with its kernel in CuTe", package="liger-kernel", device="cuda")
+def liger_cute(x: Inputs) -> Step:
+    loss = liger_linear(x, x.target, "none", 4, "nvidia-cutedsl")
+    return from_logprob(x, lambda: -loss())
+
+
+@method("Liger none forward", "forward", "cross-entropy per token", package="liger-kernel", device="cuda")
+def liger_none_forward(x: Inputs) -> Step:
+    loss = liger_linear(x, x.target, "none", 4)
+    return lambda: -loss()
+
+
+def liger_scaled_logprob(x: Inputs) -> Callable[[], Tensor]:
+    """Liger's logprobs: in CuTe on Hopper, elsewhere in torch."""
     apply = import_module("liger_kernel.ops").LigerFusedLinearScaledCrossEntropyFunction.apply
-    return from_logprob(x, lambda: -apply(x.hidden, x.weight, x.target))
+    return lambda: -apply(x.hidden, x.weight, x.target)
 
 
-def cce(x: Inputs, target: Tensor, reduction: str) -> Callable[[], Tensor]:
+@method("Liger scaled CE", "policy", "per token, CuTe on Hopper, else torch; RL-PLUS loss", package="liger-kernel")
+def liger_scaled(x: Inputs) -> Step:
+    return from_logprob(x, liger_scaled_logprob(x))
+
+
+@method("Liger scaled CE forward", "forward", "per token, CuTe on Hopper, else torch", package="liger-kernel")
+def liger_scaled_forward(x: Inputs) -> Step:
+    return liger_scaled_logprob(x)
+
+
+@cache
+def cce_package(tuned: bool) -> Any:
+    """cut_cross_entropy, imported separately for each value of CCE_AUTOTUNE, which it reads on import."""
+
+    def taken() -> dict[str, ModuleType]:
+        names = [name for name in sys.modules if name.split(".")[0] == "cut_cross_entropy"]
+        return {name: sys.modules.pop(name) for name in names}
+
+    others, before = taken(), os.environ.get("CCE_AUTOTUNE")
+    os.environ["CCE_AUTOTUNE"] = str(int(tuned))
+    try:
+        return import_module("cut_cross_entropy")
+    finally:
+        taken()
+        sys.modules.update(others)
+        del os.environ["CCE_AUTOTUNE"]
+        os.environ.update({} if before is None else {"CCE_AUTOTUNE": before})
+
+
+def cce(x: Inputs, target: Tensor, reduction: str, tuned: bool = False) -> Callable[[], Tensor]:
     """CCE; on the CPU its fallback: torch.compile of full logits."""
-    loss = import_module("cut_cross_entropy").linear_cross_entropy
+    loss = cce_package(tuned).linear_cross_entropy
     impl = "cce" if x.hidden.is_cuda else "torch_compile"
     return lambda: loss(x.hidden, x.weight, target, reduction=reduction, impl=impl)
 
@@ -205,15 +287,26 @@ def cce_none(x: Inputs) -> Step:
     return from_logprob(x, lambda: -loss())
 
 
+@method("CCE tuned", "cross-entropy", "CCE_AUTOTUNE=1", package="cut-cross-entropy", device="cuda", compiles=True)
+def cce_tuned(x: Inputs) -> Step:
+    return from_loss(cce(x, x.ce_target, "mean", tuned=True))
+
+
+@method("CCE none tuned", "policy", "CCE_AUTOTUNE=1", package="cut-cross-entropy", device="cuda", compiles=True)
+def cce_none_tuned(x: Inputs) -> Step:
+    loss = cce(x, x.target, "none", tuned=True)
+    return from_logprob(x, lambda: -loss())
+
+
 @method("CCE none forward", "forward", "cut_cross_entropy per token", package="cut-cross-entropy", compiles=True)
 def cce_forward(x: Inputs) -> Step:
     loss = cce(x, x.target, "none")
     return lambda: -loss()
 
 
-def verl_torch_module() -> Any:
+def verl_torch_module(**options: str) -> Any:
     module = submodule("verl.utils.experimental.torch_functional", "verl", "verl.utils")
-    return module.FusedLinearForPPO()
+    return module.FusedLinearForPPO(**options)
 
 
 @method("verl torch", "policy", "FusedLinearForPPO, its defaults; RL-PLUS loss", package="verl")
@@ -226,6 +319,13 @@ def verl_torch(x: Inputs) -> Step:
 def verl_torch_forward(x: Inputs) -> Step:
     loss = verl_torch_module()
     return lambda: loss(x.hidden, x.weight, x.target)[0]
+
+
+@method("verl liger", "policy", 'FusedLinearForPPO(impl_backend="liger"); RL-PLUS loss', package="verl")
+def verl_liger(x: Inputs) -> Step:
+    import_module("liger_kernel.ops")  # without it verl would take its backend torch
+    loss = verl_torch_module(impl_backend="liger")
+    return from_logprob(x, lambda: loss(x.hidden, x.weight, x.target)[0])
 
 
 @method("verl triton", "policy", "linear_cross_entropy; RL-PLUS loss", package="verl", device="cuda")
@@ -246,7 +346,7 @@ def trl_logprob(x: Inputs) -> Callable[[], Tensor]:
     return lambda: apply(x.hidden, x.weight, None, x.target, 1.0, 32768, None, 1.0, ("entropy",))[0]
 
 
-@method("TRL", "policy", "ChunkedLogProbFunction; RL-PLUS loss", package="trl")
+@method("TRL", "policy", "ChunkedLogProbFunction, accumulates dhidden and dW in fp32; RL-PLUS loss", package="trl")
 def trl(x: Inputs) -> Step:
     return from_logprob(x, trl_logprob(x))
 
@@ -258,5 +358,6 @@ def trl_forward(x: Inputs) -> Step:
 
 @method("QuACK", "cross-entropy", "chunked_linear_cross_entropy", package="quack-kernels", device="cuda", compiles=True)
 def quack(x: Inputs) -> Step:
+    """It has no loss per token."""
     loss = import_module("quack.linear_cross_entropy").chunked_linear_cross_entropy
     return from_loss(lambda: loss(x.hidden, x.weight, x.ce_target))

@@ -66,12 +66,13 @@ def test_time_by_kernel_counts_the_launches_and_leaves_nothing_out(monkeypatch: 
     assert sum(row["launches"] for row in few) == sum(row["launches"] for row in rows)
 
 
-def test_a_tiny_suite_has_the_same_methods() -> None:
-    cases = SUITES["gpu"][0]()
+@pytest.mark.parametrize("suite", ["gpu", "gpu-sizes"])
+def test_a_tiny_suite_has_the_same_methods(suite: str) -> None:
+    cases = SUITES[suite][0]()
     small = tiny(cases)
     assert {name for case in small for name in case.methods} == {name for case in cases for name in case.methods}
     assert sum(case.N * case.V * case.H for case in small) < 10**7
-    assert len(small) < len(cases)  # a sweep of one size is one case
+    assert len(small) == {"gpu": 3, "gpu-sizes": 4}[suite]  # a sweep of one size is one case
     assert {case.seconds for case in small} == {inf}
 
 
