@@ -5,7 +5,7 @@ options are here so that a configuration can be checked without torch.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Annotated, Any, ClassVar, Literal, Self, get_args
+from typing import Annotated, ClassVar, Literal, Self, get_args
 
 from pydantic import Field, model_validator
 
@@ -14,6 +14,7 @@ from rlplus.common.lazy import import_function
 from rlplus.common.section import Count, Fraction, NonNegative, Positive, Section
 from rlplus.train.algorithm.distillation_options import Distill, SelfDistill
 from rlplus.train.algorithm.recipe_base import HeadKind, RecipeOptions
+from rlplus.train.algorithm.run_settings import RunSettings
 
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 Exponent = Annotated[float, Field(ge=-4, le=4)]  # the entropy of 2^18 tokens is 12.5, of which e^50 fits fp32
@@ -40,7 +41,7 @@ class Interleaved(RecipeOptions):
     def unsolved_only(self) -> bool:
         return True
 
-    def largest_update(self, config: Any, samples: int) -> int:
+    def largest_update(self, config: RunSettings, samples: int) -> int:
         return max(samples, self.batch)
 
 
@@ -103,7 +104,7 @@ class Prefix(RecipeOptions):
                 raise ValueError(f"{name} belongs to schedule {' or '.join(readers)}; got {self.schedule}")
         return self
 
-    def problems(self, config: Any) -> Iterator[str]:
+    def problems(self, config: RunSettings) -> Iterator[str]:
         yield from _problems_of_prefixes(config)
         group = config.rollout.group_size
         if self.members is not None and self.members > group:
@@ -139,7 +140,7 @@ class PrefixSearch(RecipeOptions):
             raise ValueError(f"want above < below; got {self.above:g} and {self.below:g}")
         return self
 
-    def problems(self, config: Any) -> Iterator[str]:
+    def problems(self, config: RunSettings) -> Iterator[str]:
         yield from _problems_of_prefixes(config)
         size = config.rollout.group_size
         if not any(self.above < right / size < self.below for right in range(1, size)):
@@ -149,7 +150,7 @@ class PrefixSearch(RecipeOptions):
             )
 
 
-def _problems_of_prefixes(config: Any) -> Iterator[str]:
+def _problems_of_prefixes(config: RunSettings) -> Iterator[str]:
     limit = config.rollout.max_response_length
     if config.max_demonstration_length > limit:
         yield (
@@ -190,7 +191,7 @@ class EntropyWeights(RecipeOptions):
             raise ValueError("supervised_exponent has no effect with supervised 0")
         return self
 
-    def problems(self, config: Any) -> Iterator[str]:
+    def problems(self, config: RunSettings) -> Iterator[str]:
         algorithm = config.algorithm.resolve()
         if not (algorithm.generates and algorithm.demonstrates):
             yield f"want a preset with rollouts and demonstrations; got {config.algorithm.preset}"
@@ -214,7 +215,7 @@ class Replay(RecipeOptions):
     start: Fraction = 0.35
     """Both keeping and replaying begin after the first step of which more than this share was correct."""
 
-    def problems(self, config: Any) -> Iterator[str]:
+    def problems(self, config: RunSettings) -> Iterator[str]:
         algorithm = config.algorithm.resolve()
         if algorithm.demonstrates and algorithm.objective.external == "none":
             yield "want a loss of what is replayed, algorithm.objective.external; got none"
@@ -254,12 +255,12 @@ class Critic(RecipeOptions):
     warmup_steps: NonNegative = 50
     """Its steps of linear warm-up."""
 
-    def problems(self, config: Any) -> Iterator[str]:
+    def problems(self, config: RunSettings) -> Iterator[str]:
         samples = config.train.prompts_per_step * config.rollout.group_size
         if self.critic_updates > samples:
             yield f"want critic_updates at most the {samples} samples of a step; got {self.critic_updates}"
 
-    def largest_update(self, config: Any, samples: int) -> int:
+    def largest_update(self, config: RunSettings, samples: int) -> int:
         return max(samples, -(-config.train.prompts_per_step * config.rollout.group_size // self.critic_updates))
 
     def learner_updates(self, updates: int) -> int:
@@ -293,7 +294,7 @@ class ProcessReward(RecipeOptions):
     weight_decay: Weight = 0.0
     """AdamW's weight decay for it."""
 
-    def problems(self, config: Any) -> Iterator[str]:
+    def problems(self, config: RunSettings) -> Iterator[str]:
         algorithm = config.algorithm.resolve()
         if algorithm.shaping is not None:
             yield "it learns outcomes in [0, 1]: want algorithm.shaping null"

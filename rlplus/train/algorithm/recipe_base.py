@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
 from rlplus.common.section import Section
+from rlplus.train.algorithm.run_settings import RunSettings
 
 HeadKind = Literal["language", "value"]
 
@@ -96,15 +97,15 @@ class RecipeOptions(Section):
         """Whether only prompts that no rollout solved have demonstrations."""
         return False
 
-    def problems(self, config: Any) -> Iterator[str]:
-        """Reasons why a run cannot use the recipe with its other settings. config: an `rlplus.train.config.Config`."""
+    def problems(self, config: RunSettings) -> Iterator[str]:
+        """Reasons why a run cannot use the recipe with its other settings."""
         yield from ()
 
     def refusals(self, examples: Sequence[Any]) -> Iterator[str]:
         """Reasons why a run cannot train on these prompts. examples: a list of `rlplus.train.data.Example`."""
         yield from ()
 
-    def largest_update(self, config: Any, samples: int) -> int:
+    def largest_update(self, config: RunSettings, samples: int) -> int:
         """The largest number of samples in an update of any model. samples: in the policy's updates on rollouts."""
         return samples
 
