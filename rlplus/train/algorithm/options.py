@@ -13,7 +13,7 @@ from rlplus.common.errors import hint
 from rlplus.common.lazy import import_function
 from rlplus.common.section import Count, Fraction, NonNegative, Positive, Section
 from rlplus.train.algorithm.distillation_options import Distill, SelfDistill
-from rlplus.train.algorithm.recipe_base import HeadKind, RecipeOptions
+from rlplus.train.algorithm.recipe_base import Cost, HeadKind, RecipeOptions
 from rlplus.train.algorithm.run_settings import RunSettings
 
 Finite = Annotated[float, Field(allow_inf_nan=False)]
@@ -31,7 +31,6 @@ class Interleaved(RecipeOptions):
     """Updates on rollouts, and sometimes one on demonstrations of prompts that no rollout solved (ReLIFT)."""
 
     in_place: ClassVar[bool] = False
-    extra_updates: ClassVar[int] = 1
 
     name: Literal["interleaved"] = "interleaved"
     batch: Count = 128
@@ -41,8 +40,9 @@ class Interleaved(RecipeOptions):
     def unsolved_only(self) -> bool:
         return True
 
-    def largest_update(self, config: RunSettings, samples: int) -> int:
-        return max(samples, self.batch)
+    @property
+    def cost(self) -> Cost:
+        return Cost(updates=1, batch=self.batch)
 
 
 class Gate(RecipeOptions):
@@ -69,7 +69,6 @@ class Prefix(RecipeOptions):
     """
 
     in_place: ClassVar[bool] = False
-    whole_demonstrations: ClassVar[bool] = False
 
     name: Literal["prefix"] = "prefix"
     schedule: Literal["binomial", "random", "window", "linear", "cosine", "fixed"] = "binomial"
@@ -95,6 +94,10 @@ class Prefix(RecipeOptions):
     def trains_demonstrations(self) -> bool:
         return self.trained
 
+    @property
+    def cost(self) -> Cost:
+        return Cost(own_demonstrations=False)
+
     @model_validator(mode="after")
     def _check(self) -> Self:
         if self.low > self.high:
@@ -119,7 +122,6 @@ class PrefixSearch(RecipeOptions):
     """
 
     in_place: ClassVar[bool] = False
-    whole_demonstrations: ClassVar[bool] = False
 
     name: Literal["prefix-search"] = "prefix-search"
     parts: Annotated[int, Field(ge=2)] = 10
@@ -133,6 +135,10 @@ class PrefixSearch(RecipeOptions):
     @property
     def trains_demonstrations(self) -> bool:
         return False
+
+    @property
+    def cost(self) -> Cost:
+        return Cost(own_demonstrations=False)
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -234,7 +240,6 @@ class Critic(RecipeOptions):
     """
 
     learners: ClassVar[Mapping[str, HeadKind]] = {"critic": "value"}
-    learner_passes: ClassVar[int] = 1  # values
     own_advantages: ClassVar[bool] = True
 
     name: Literal["critic"] = "critic"
@@ -260,11 +265,9 @@ class Critic(RecipeOptions):
         if self.critic_updates > samples:
             yield f"want critic_updates at most the {samples} samples of a step; got {self.critic_updates}"
 
-    def largest_update(self, config: RunSettings, samples: int) -> int:
-        return max(samples, -(-config.train.prompts_per_step * config.rollout.group_size // self.critic_updates))
-
-    def learner_updates(self, updates: int) -> int:
-        return self.critic_updates
+    @property
+    def cost(self) -> Cost:
+        return Cost(learner_updates=self.critic_updates, learner_passes=1)  # the pass for values
 
 
 class ProcessReward(RecipeOptions):
@@ -275,8 +278,6 @@ class ProcessReward(RecipeOptions):
     """
 
     learners: ClassVar[Mapping[str, HeadKind]] = {"process": "language"}
-    learner_passes: ClassVar[int] = 3  # scores, and the reference's logprobs for them and for the updates
-    references: ClassVar[int] = 1
     own_advantages: ClassVar[bool] = True
 
     name: Literal["process-reward"] = "process-reward"
@@ -300,6 +301,10 @@ class ProcessReward(RecipeOptions):
             yield "it learns outcomes in [0, 1]: want algorithm.shaping null"
         if algorithm.reward_kl_coef and algorithm.generates:
             yield "it does not support algorithm.reward_kl_coef"
+
+    @property
+    def cost(self) -> Cost:
+        return Cost(learner_passes=3, references=1)  # scores, the reference's logprobs for these and for the updates
 
 
 PLAIN = Plain()

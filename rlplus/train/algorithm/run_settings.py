@@ -1,4 +1,4 @@
-"""What the options of a recipe may read of a run, whose `rlplus.train.config.Config` is a layer above."""
+"""The settings that a recipe's options may read of a run; `rlplus.train.config`, a layer above, has them."""
 
 from typing import TYPE_CHECKING, Any, Protocol
 
