@@ -88,7 +88,8 @@ def make_engine(
     if config.mode == "server":
         place = SERVERS["vllm" if config.engine == "auto" else config.engine]
     else:
-        check_engine(config)
+        if installed_vllm() is None:
+            check_engine(config)  # ValueError for what only vLLM has
         name = _choose(config.engine)
         logger.info("rollout engine: %s, %s (rollout.engine is %r)", name, config.mode, config.engine)
         config = config.model_copy(update={"engine": name})
