@@ -113,7 +113,7 @@ class TransformersEngine:
         pad_token_id: int,
         trust_remote_code: bool = False,
         config_path: str | None = None,
-        **_: Any,  # of other engines
+        **_: Any,  # other engines' arguments
     ) -> None:
         model_config = AutoConfig.from_pretrained(config_path or model_path, trust_remote_code=trust_remote_code)
         with _forked_rng(), whole_model(), _no_progress_bar():
