@@ -81,13 +81,13 @@ def test_contradictions(tmp_path: Path, overrides: list[str], line: str) -> None
 
 def test_a_run_follows_its_schedule_and_resumes_in_its_middle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     used: list[Objective] = []
-    accumulate = Policy.accumulate
+    loss_of = Policy.loss_of
 
-    def watched(policy: Policy, batches: Any, objective: Objective, *rest: Any) -> Any:
+    def watched(policy: Policy, objective: Objective) -> Any:
         used.append(objective)
-        return accumulate(policy, batches, objective, *rest)
+        return loss_of(policy, objective)
 
-    monkeypatch.setattr(Policy, "accumulate", watched)
+    monkeypatch.setattr(Policy, "loss_of", watched)
     schedule = {"shape": "linear", "end": 0.0, "steps": 2}
     config = run_config(
         tmp_path,
@@ -115,7 +115,7 @@ def test_squared_slopes_are_the_logits_gradients(tmp_path: Path) -> None:
         set_advantages(samples, run.recipe.algorithm)
         batches = packed(run, samples)
         objective = replace(run.recipe.algorithm.objective, external_coef=0.25, entropy_coef=0.1)
-        outputs = run.policy.accumulate(batches, objective)
+        outputs = run.policy.backward(batches, run.policy.loss_of(objective))
         got = run.policy.squared_slopes(batches, outputs, objective)
         head = run.policy.engine.module.lm.get_output_embeddings().weight.detach().double()
         hidden: list[torch.Tensor] = []

@@ -136,14 +136,14 @@ def test_the_column_reaches_the_loss_of_a_run(tmp_path: Path) -> None:
     config = known(tmp_path, train={"steps": 1})
     with open_run(config) as run:
         seen = []
-        accumulate = run.policy.accumulate
+        accumulate = run.policy.backward
 
         def watched(batches: Any, *rest: Any) -> Any:
             outputs = accumulate(batches, *rest)
             seen.extend(zip(batches, outputs, strict=True))
             return outputs
 
-        run.policy.accumulate = watched  # type: ignore[method-assign]
+        run.policy.backward = watched  # type: ignore[method-assign]
         train_step(run, None)
         run.save_checkpoint()
     assert sum(int(batch.external.sum()) for batch, _ in seen) > 0

@@ -11,9 +11,10 @@ import pytest
 from trainer_runs import by_torchrun, environment, run_config, write_task
 
 from rlplus.tools.cli import main
-from rlplus.train.config import ScratchModel
+from rlplus.train.config import RolloutConfig, ScratchModel
 from rlplus.train.data import byte_tokenizer
 from rlplus.train.evaluation.output_folder import held
+from rlplus.train.evaluation.sample import _alone
 from rlplus.train.learner.pretrained import make_scratch_model, write_model
 from rlplus.train.rollout.transformers_engine import TransformersEngine
 
@@ -49,6 +50,13 @@ def test_lengths_fit_the_positions_of_the_model(tmp_path, monkeypatch, capsys):
         assert "rollout.max_response_length=24 and evaluation.data.max_prompt_length=24, so that prompt" in said
     assert main(["eval", *options, "rollout.max_response_length=48"]) == 2
     assert "have 2096 tokens together, the model has 48 positions: lower evaluation.data." in capsys.readouterr().err
+
+
+def test_an_engine_alone_needs_neither_the_runs_server_nor_its_adapters():
+    server = {"engine": "sglang", "mode": "server", "server_url": "http://x", "weights_folder": "/x"}
+    for given in (server, {"lora": "adapters"}, {"engine": "auto"}):
+        alone = _alone(RolloutConfig(max_response_length=8, **given))
+        assert (alone.engine, alone.mode, alone.lora, alone.weights_folder) == ("auto", "colocated", "merged", None)
 
 
 def test_a_signal_ends_an_evaluation_and_says_what_is_kept(tmp_path, monkeypatch, capsys):

@@ -277,7 +277,7 @@ def test_no_rank_keeps_a_frozen_weight_whole(tmp_path: Path, checkpointing: bool
         def look() -> None:
             kept.append(sum(weight.ds_status == ZeroParamStatus.AVAILABLE for weight in weights))
 
-        run.policy.accumulate(batches, run.recipe.algorithm.objective, look)
+        run.policy.backward(batches, run.policy.loss_of(run.recipe.algorithm.objective), look)
         look()
         assert kept == [0] * (len(batches) + 1)
         assert len(batches) > 2
@@ -298,7 +298,7 @@ def test_compiled_layers_compute_the_same(tmp_path: Path) -> None:
             set_advantages(samples, run.recipe.algorithm)
             batches = packed(run, samples)
             assert len({batch.input_ids.shape for batch in batches}) > 1
-            run.policy.accumulate(batches, run.recipe.algorithm.objective)
+            run.policy.backward(batches, run.policy.loss_of(run.recipe.algorithm.objective))
             applied = run.policy.step()
             assert applied
             compiled = [m for m in run.policy.engine.module.modules() if m._compiled_call_impl is not None]

@@ -37,7 +37,7 @@ def two_updates(folder: Any, output: str, **sections: Any) -> Config:
 def test_only_later_updates_have_a_pass_of_their_own(
     tmp_path: Any, monkeypatch: pytest.MonkeyPatch, algorithm: dict[str, Any], prompts_per_update: int
 ) -> None:
-    logprob, accumulate = Policy.logprob, Policy.accumulate
+    logprob, accumulate = Policy.logprob, Policy.backward
     passed: list[tuple[int, bool]] = []
     updates: list[list[int]] = []
 
@@ -51,7 +51,7 @@ def test_only_later_updates_have_a_pass_of_their_own(
         return accumulate(policy, batches, *rest)
 
     monkeypatch.setattr(Policy, "logprob", counted)
-    monkeypatch.setattr(Policy, "accumulate", recorded)
+    monkeypatch.setattr(Policy, "backward", recorded)
     monkeypatch.setattr("rlplus.train.trainer.engine.SyncedEngine._probe", lambda engine: (torch.zeros(1), []))
     monkeypatch.setattr(Policy, "nonfinite", lambda policy: "", raising=False)
     changes = {"steps": 1, "prompts_per_update": prompts_per_update}
@@ -71,7 +71,7 @@ def test_the_first_updates_own_forward_pass_is_the_old_policy_bit_for_bit(
     """Weights and metrics of runs without and with a pass for all updates."""
     changes = {"steps": 3, "lr": 1e-2}
     one = train(two_updates(tmp_path, "one", algorithm=algorithm, train=changes))
-    accumulate, given = Policy.accumulate, []
+    accumulate, given = Policy.backward, []
 
     def with_a_pass(policy: Policy, batches: Any, *rest: Any) -> Any:
         for batch in batches:
@@ -80,7 +80,7 @@ def test_the_first_updates_own_forward_pass_is_the_old_policy_bit_for_bit(
                 batch.old_logprob = policy.logprob(batch)
         return accumulate(policy, batches, *rest)
 
-    monkeypatch.setattr(Policy, "accumulate", with_a_pass)
+    monkeypatch.setattr(Policy, "backward", with_a_pass)
     other = train(two_updates(tmp_path, "other", algorithm=algorithm, train=changes))
     assert given
     assert same(one, other)

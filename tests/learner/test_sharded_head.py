@@ -109,7 +109,7 @@ for path in sys.argv[2:]:
 
     policy._loss_op = measured
     with Meter(known=everything_known()) as meter:
-        policy.accumulate([last], algorithm.objective)
+        policy.backward([last], policy.loss_of(algorithm.objective))
     policy.close()
 if dist.get_rank() == 0:
     torch.save(peaks, sys.argv[1])

@@ -67,7 +67,7 @@ def test_the_temperature_of_a_run_reaches_old_logprob(run: Run) -> None:
 def test_the_gradient_is_clipped_to_its_norm(run: Run) -> None:
     """Seen in the optimizer's first moment, a tenth of the gradient: AdamW's first step does not depend on its size."""
     before = {name: p.detach().clone() for name, p in run.policy.engine.module.named_parameters()}
-    run.policy.accumulate(micro_batches(run, batch_of_samples()), run.recipe.algorithm.objective)
+    run.policy.backward(micro_batches(run, batch_of_samples()), run.policy.loss_of(run.recipe.algorithm.objective))
     assert run.policy.step()
     norm = run.policy.grad_norm
     assert norm is not None
@@ -169,7 +169,7 @@ def test_an_update_that_is_skipped_for_its_norm_leaves_no_trace(tmp_path: Path, 
                 set_advantages(samples, run.recipe.algorithm)
                 for sample in samples:
                     sample.advantage *= factor
-                run.policy.accumulate(packed(run, samples), run.recipe.algorithm.objective)
+                run.policy.backward(packed(run, samples), run.policy.loss_of(run.recipe.algorithm.objective))
                 applied = run.policy.step(limit)
                 made.append((applied, run.policy.grad_norm))
             return made, [weight.clone() for _, weight in run.policy.weights()]

@@ -73,14 +73,14 @@ def test_an_update_takes_what_is_planned(tmp_path, stage, dtype, shard_head):
     def update() -> None:
         batches = make_micro_batches(samples_of(2, 48), algorithm, config, 0, policy.device)
         assert len(batches) == 2
-        policy.accumulate(batches, algorithm.objective)
+        policy.backward(batches, policy.loss_of(algorithm.objective))
         assert policy.step()
 
     update()  # the first one makes the optimizer's moments
     between = alive_beyond(before)
     with Meter(known=everything_known()) as passes:
         batches = make_micro_batches(samples_of(2, 48), algorithm, config, 0, policy.device)
-        policy.accumulate(batches, algorithm.objective)
+        policy.backward(batches, policy.loss_of(algorithm.objective))
     del batches
     waiting = alive_beyond(before)
     with Meter(known=everything_known()) as optimizer:

@@ -256,7 +256,7 @@ def test_every_learner_is_saved_and_restored(run: Run, tmp_path: Path) -> None:
     def update(name: str, seed: int) -> dict[str, torch.Tensor]:
         samples = batch_of_samples(seed)
         set_advantages(samples, ALGORITHMS["rlplus"])
-        learners[name].accumulate(packed(run, samples), objective)
+        learners[name].backward(packed(run, samples), learners[name].loss_of(objective))
         assert learners[name].step()
         return {key: weight.clone() for key, weight in learners[name].weights()}
 

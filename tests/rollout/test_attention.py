@@ -11,7 +11,7 @@ from rollout_models import PROMPTS, gap, requests, start
 from torch import Tensor
 
 from rlplus.train.rollout import Sampling
-from rlplus.train.rollout.attention import attend
+from rlplus.train.rollout.transformers_engine import attend
 
 
 def defined(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float) -> Tensor:

@@ -104,25 +104,25 @@ def test_an_engine_answers_each_request_with_as_many_responses() -> None:
 
 def test_choice_of_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     choose = rlplus.train.rollout._choose
-    monkeypatch.setattr(rlplus.train.rollout, "find_spec", lambda name: None)
+    monkeypatch.setattr(rlplus.train.rollout, "installed_vllm", lambda: None)
     assert choose("auto") == "transformers"
     assert choose("transformers") == "transformers"
-    with pytest.raises(
-        ValueError, match=r'not installed: pip install -e "\.\[vllm\]" .* or pip install -e "\.\[cpu\]"'
-    ):
-        choose("vllm")
     # Installed and broken, as with CUDA builds on a machine without CUDA: neither choice passes over it.
-    monkeypatch.setattr(rlplus.train.rollout, "find_spec", lambda name: object())
+    monkeypatch.setattr(rlplus.train.rollout, "installed_vllm", lambda: "gpu")
     monkeypatch.setitem(sys.modules, "vllm", ModuleType("vllm"))
     for engine in ("auto", "vllm"):
         with pytest.raises(ValueError, match=r"does not import .*LLM.*install it again by pip install"):
             choose(engine)
 
 
-def test_sleep_is_not_ignored_where_auto_finds_no_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rlplus.train.rollout, "find_spec", lambda name: None)
-    config = RolloutConfig(sleep=True, max_response_length=8)
-    with pytest.raises(ValueError, match=r"rollout\.sleep needs vLLM, which is not installed"):
+@pytest.mark.parametrize(("given", "key"), [({"sleep": True}, "sleep"), ({"engine": "vllm"}, "engine vllm")])
+def test_nothing_is_ignored_where_there_is_no_vllm(
+    given: dict[str, Any], key: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rlplus.train.config.engine_checks.find_spec", lambda name: None)
+    config = RolloutConfig(max_response_length=8, **given)
+    install = r'vLLM is not installed: pip install -e "\.\[vllm\]" .* or pip install -e "\.\[cpu\]"'
+    with pytest.raises(ValueError, match=rf"rollout\.{key}.*: {install}"):
         make_engine(config, "-", dtype="float32", max_model_len=8, end_ids=[0], pad_token_id=0, seed=0)
 
 

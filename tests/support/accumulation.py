@@ -89,7 +89,7 @@ def accumulate(
         with mock.patch.multiple(policy, gradients_in_fp32=False, _sharded=None):
             each = (_gradients(policy, plain, batch, algorithm.objective) for batch in used[: 1 if alike else None])
             want = _summed(each)
-        policy.accumulate(used, algorithm.objective)
+        policy.backward(used, policy.loss_of(algorithm.objective))
         named = list(policy.engine.module.named_parameters())
         got = {name: safe_get_full_grad(p).double().clone() for name, p in named}
         scale = count if alike else 1

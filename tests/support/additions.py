@@ -65,12 +65,7 @@ class ExtremesRecipe(Recipe):
         return batch
 ''',
         "rlplus/train/recipe/__init__.py": (
-            (
-                "from rlplus.train.recipe.gate import",
-                "from rlplus.train.algorithm.options import Extremes\n"
-                "from rlplus.train.recipe.extremes import ExtremesRecipe\nfrom rlplus.train.recipe.gate import",
-            ),
-            ("    Gate: GateRecipe,\n", "    Gate: GateRecipe,\n    Extremes: ExtremesRecipe,\n"),
+            ('    "gate": "gate.', '    "extremes": "extremes.ExtremesRecipe",\n    "gate": "gate.'),
         ),
         "rlplus/train/algorithm/options.py": (
             (
@@ -210,12 +205,7 @@ class EchoEngine:
     def close(self) -> None: ...
 ''',
         "rlplus/train/rollout/__init__.py": (
-            (
-                '    if name == "vllm":\n',
-                '    if name == "echo":\n        from rlplus.train.rollout.echo_engine import EchoEngine\n\n'
-                '        return EchoEngine(config, model_path, **settings)\n    if name == "vllm":\n',
-            ),
-            ('    if engine == "transformers":\n', '    if engine in ("echo", "transformers"):\n'),
+            ('ENGINES = {"transformers"', 'ENGINES = {"echo": "echo_engine.EchoEngine", "transformers"'),
         ),
         "rlplus/train/config/rollout_section.py": (('Literal["auto", "vllm"', 'Literal["auto", "echo", "vllm"'),),
     },

@@ -110,7 +110,7 @@ def main() -> None:
     before = peak_rss()
     start, result = time.perf_counter(), dict[str, float]()
     if kind == "fused":
-        (out,) = policy.accumulate([batch], algorithm.objective)
+        (out,) = policy.backward([batch], policy.loss_of(algorithm.objective))
         applied = policy.step()
         assert applied
         result = {"loss": float(out.loss), "logprob": float(out.logprob.double().sum())}

@@ -67,7 +67,7 @@ def gradients(folder: Path, name: str) -> tuple[dict[str, Tensor], int]:
             found[parameter_name] = safe_get_full_grad(parameter).clone()
 
     policy.engine.step = keep
-    policy.accumulate(batches, algorithm.objective)
+    policy.backward(batches, policy.loss_of(algorithm.objective))
     policy.step()
     return found, sum(int((b.experts[..., 0, 0] != 255).sum()) for b in batches if b.experts is not None)
 

@@ -241,7 +241,7 @@ def run_case(folder: Path, name: str) -> dict[str, Any]:
     before = {n: w.clone() for n, w in policy.weights()}
     factors: list[float] = []
     with mock.patch.object(library, "_scale", lambda g, by, *rest: factors.append(float(by)) or scale(g, by, *rest)):
-        outputs = policy.accumulate(batches, algorithm.objective)
+        outputs = policy.backward(batches, policy.loss_of(algorithm.objective))
     lr, applied = policy.lr, policy.step()
     tally = Tally()
     tally_outputs(tally, outputs)
@@ -318,7 +318,7 @@ def skipped_updates(folder: Path) -> list[list[bool]]:
     samples = own_samples("nothing", dist.get_rank(), dist.get_world_size())
     for factor in (0.0, 2.0, 0.5):
         batches = make_micro_batches(samples, algorithm, config, 256, policy.device)
-        policy.accumulate(batches, algorithm.objective)
+        policy.backward(batches, policy.loss_of(algorithm.objective))
         applied.append(policy.step(factor * limit))
         limit = policy.grad_norm or 0.0
     return agree.gathered(applied)

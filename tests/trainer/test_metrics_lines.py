@@ -43,7 +43,7 @@ def test_a_number_that_is_not_finite_is_said_and_not_written(
 def test_a_run_with_a_step_that_is_not_finite_has_lines_of_json(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    accumulate = Policy.accumulate
+    accumulate = Policy.backward
 
     def poisoned(policy: Policy, *args: Any) -> Any:
         norm = dict(policy.engine.module.lm.named_parameters())["model.norm.weight"]
@@ -53,7 +53,7 @@ def test_a_run_with_a_step_that_is_not_finite_has_lines_of_json(
         norm.data.copy_(kept)
         return outputs
 
-    monkeypatch.setattr(Policy, "accumulate", poisoned)
+    monkeypatch.setattr(Policy, "backward", poisoned)
     run = train(run_config(tmp_path, train={"steps": 1}))
     (line,) = (run / "metrics.jsonl").read_text().splitlines()
     assert strict(line)["actor/nonfinite"] == 1

@@ -126,7 +126,7 @@ def simulated(config: Config) -> tuple[dict[str, torch.Tensor], list[list[float]
                 for batch in batches:
                     use_engine_logprob(batch)
                 if batches:
-                    run.policy.accumulate(batches, run.recipe.algorithm.objective)
+                    run.policy.backward(batches, run.policy.loss_of(run.recipe.algorithm.objective))
                     run.policy.step()
             history.append({name: p.clone() for name, p in run.policy.weights()})
         return history[-1], rewards
@@ -195,7 +195,7 @@ def test_the_batch_ahead_is_generated_while_the_policy_trains(tmp_path, in_threa
     generating, update_seen = threading.Event(), threading.Event()
     original_generate, original_update = (
         TransformersEngine._generate_batch,
-        rlplus.train.learner.policy.Policy.accumulate,
+        rlplus.train.learner.policy.Policy.backward,
     )
     meetings = []
 
@@ -215,7 +215,7 @@ def test_the_batch_ahead_is_generated_while_the_policy_trains(tmp_path, in_threa
         return original_update(policy, batches, *rest)
 
     monkeypatch.setattr(TransformersEngine, "_generate_batch", slow_generate)
-    monkeypatch.setattr(rlplus.train.learner.policy.Policy, "accumulate", update)
+    monkeypatch.setattr(rlplus.train.learner.policy.Policy, "backward", update)
     train(overlapping(tmp_path, "run", 3, train={"prompts_per_update": 4}))
     assert meetings == [True] * 3
 

@@ -25,7 +25,7 @@ from rlplus.tools.plan import make_cluster, make_plan
 from rlplus.tools.plan.plan_text import show
 from rlplus.train.config import Config, TrainConfig, load_config
 from rlplus.train.data import PromptSampler
-from rlplus.train.learner.learning_rate import learning_rate
+from rlplus.train.learner.learner import learning_rate
 from rlplus.train.recipe import Batch, Recipe, Update, set_advantages
 from rlplus.train.trainer import open_run, train
 
@@ -172,7 +172,7 @@ def test_a_skipped_update_keeps_its_rate(tmp_path: Path) -> None:
             batches = packed(run, samples)
             if not finite:
                 batches[-1].old_logprob = torch.full_like(batches[-1].advantage, -torch.inf)
-            run.policy.accumulate(batches, Objective())
+            run.policy.backward(batches, run.policy.loss_of(Objective()))
             lrs.append(run.policy.lr)
             applied.append(run.policy.step())
     assert applied == [True, False, True]

@@ -52,14 +52,14 @@ def two_micro_batches(folder: Path, output: str, **train_section: Any) -> Config
 def train_counting(monkeypatch: pytest.MonkeyPatch, config: Config) -> tuple[Path, list[int]]:
     """The folder of the whole run and the micro-batches of each of its steps."""
     counts: list[int] = []
-    accumulate = Policy.accumulate
+    accumulate = Policy.backward
 
     def count(policy: Policy, batches: Any, *rest: Any) -> Any:
         counts.append(len(batches))
         return accumulate(policy, batches, *rest)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Policy, "accumulate", count)
+        patch.setattr(Policy, "backward", count)
         folder = train(config)
     assert min(counts) >= 2
     return folder, counts

@@ -106,7 +106,7 @@ def test_update_takes_adamws_step_on_that_gradient(tiny_run):
     gradients = naive_gradients(tiny_run, samples)
     norm = torch.stack([g.norm() for g in gradients.values()]).norm()
     before = {name: p.clone() for name, p in tiny_run.policy.weights()}
-    tiny_run.policy.accumulate(batches, Objective())
+    tiny_run.policy.backward(batches, tiny_run.policy.loss_of(Objective()))
     applied = tiny_run.policy.step()
     assert applied
     assert tiny_run.policy.grad_norm == pytest.approx(float(norm), rel=1e-4)
@@ -125,7 +125,7 @@ def test_nonfinite_gradients_leave_the_weights_alone_and_three_in_a_row_stop_the
     for _ in range(2):
         batches = packed(tiny_run, samples)
         batches[-1].old_logprob = torch.full_like(batches[-1].advantage, -torch.inf)
-        outputs = tiny_run.policy.accumulate(batches, Objective())
+        outputs = tiny_run.policy.backward(batches, tiny_run.policy.loss_of(Objective()))
         applied = tiny_run.policy.step()
         assert not applied
         assert not torch.stack([out.loss for out in outputs]).sum().isfinite()
@@ -134,7 +134,7 @@ def test_nonfinite_gradients_leave_the_weights_alone_and_three_in_a_row_stop_the
     with pytest.raises(RuntimeError, match=r"3 updates of the policy in a row had a non-finite gradient.*None"):
         tiny_run.count_nonfinite(False)
     batches = packed(tiny_run, samples)
-    tiny_run.policy.accumulate(batches, Objective())
+    tiny_run.policy.backward(batches, tiny_run.policy.loss_of(Objective()))
     assert tiny_run.policy.step()
     assert not all(torch.equal(p, before[name]) for name, p in tiny_run.policy.weights())
 
@@ -290,7 +290,7 @@ def test_overrides_reach_the_model(tmp_path):
 
 
 def test_a_forward_pass_that_is_not_finite_is_a_skipped_update_and_no_mismatch(tmp_path, monkeypatch):
-    accumulate, calls = Policy.accumulate, []
+    accumulate, calls = Policy.backward, []
 
     def poisoned(policy: Policy, *args: Any) -> Any:
         calls.append(1)
@@ -303,7 +303,7 @@ def test_a_forward_pass_that_is_not_finite_is_a_skipped_update_and_no_mismatch(t
             norm.copy_(kept)
         return outputs
 
-    monkeypatch.setattr(Policy, "accumulate", poisoned)
+    monkeypatch.setattr(Policy, "backward", poisoned)
     rows = metrics(train(run_config(tmp_path, train={"steps": 3})))
     assert [row["actor/nonfinite"] for row in rows] == [0, 1, 0]
     assert "mismatch/mean" not in rows[1]

@@ -180,8 +180,8 @@ def hotter(policy: Policy, batch: MicroBatch) -> dict[str, Any]:
     return options | {"temperature": 1.01 * options["temperature"]}
 
 
-def with_a_little_bonus(policy: Policy, batches: Any, objective: Any, *args: Any) -> Any:
-    return ACCUMULATE(policy, batches, replace(objective, entropy_coef=1e-5), *args)
+def with_a_little_bonus(policy: Policy, objective: Any) -> Any:
+    return LOSS_OF(policy, replace(objective, entropy_coef=1e-5))
 
 
 def one_state_turned(hidden: torch.Tensor, *args: Any, **options: Any) -> Any:
@@ -195,12 +195,12 @@ def halved(parameter: torch.nn.Parameter) -> torch.Tensor:
     return gradient / 2 if parameter.shape == (64, 32) else gradient
 
 
-HEAD_OPTIONS, ACCUMULATE = Policy.head_options, Policy.accumulate
+HEAD_OPTIONS, LOSS_OF = Policy.head_options, Policy.loss_of
 LINEAR_POLICY_LOSS, FULL_GRADIENT = learner_policy.linear_policy_loss, taken.safe_get_full_grad
 FAULTS: dict[str, tuple[Any, str, Callable[..., Any]]] = {  # keys: a quantity that is wrong
     "entropy, mean": (Policy, "head_options", hotter),
     "logprob, largest": (learner_policy, "linear_policy_loss", one_state_turned),
-    "loss": (Policy, "accumulate", with_a_little_bonus),
+    "loss": (Policy, "loss_of", with_a_little_bonus),
     "gradient of model.layers.1.mlp.gate_proj.weight": (taken, "safe_get_full_grad", halved),
 }
 

@@ -86,7 +86,7 @@ def estimate_memory(config: Config, model: Model, cluster: Cluster) -> Memory:
     }
     algorithm = config.algorithm.resolve()
     references = int(algorithm.needs_reference and config.model.lora is None)
-    references += algorithm.recipe.references
+    references += algorithm.recipe.cost.references
     if references:
         always["references"] = references * model.parameters * model.itemsize
     if algorithm.recipe.averaged_teacher:

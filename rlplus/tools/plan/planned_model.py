@@ -165,5 +165,7 @@ def packed_shape(config: Config) -> tuple[int, int]:
 def _largest_update(config: Config) -> int:
     """The largest number of samples in an update of the policy or of a recipe's model."""
     train = config.train
-    samples = (train.prompts_per_update or train.prompts_per_step) * (config.rollout.group_size + 1)
-    return config.algorithm.resolve().recipe.largest_update(config, samples)
+    group = config.rollout.group_size
+    cost = config.algorithm.resolve().recipe.cost
+    learners = -(-train.prompts_per_step * group // cost.learner_updates) if cost.learner_updates else 0
+    return max((train.prompts_per_update or train.prompts_per_step) * (group + 1), cost.batch, learners)

@@ -76,20 +76,20 @@ def estimate_seconds(config: Config, model: Model, memory: Memory, cluster: Clus
     again = 1 if config.model.gradient_checkpointing else 0
     gemms = 4 if algorithm.recipe.own_loss else 3
     seconds["forward and backward"] = ((3 + again) * forward + gemms * _share_of_loss(config) * head) / flops
-    recipe = algorithm.recipe
+    cost = algorithm.recipe.cost
     more = groups * (rollouts + demonstrations) * (config.max_training_prompt - prompt)
     if teacher is not None:
         seconds["teacher"] = _teacher_flop(config, teacher, groups * rollouts, groups * demonstrations) / flops
-    updates = updates + recipe.extra_updates
+    updates += cost.updates
     micro_batches = (tokens + more) / train.tokens_per_micro_batch
     seconds["communication"] = _sent_bytes(config, model, ranks, updates, micro_batches, passes) / link
     slow = PCIE if train.offload_optimizer == "cpu" else bandwidth
     seconds["optimizer"] = _optimizer_bytes(config, model, ranks, updates) / slow
     for learner in model.learners[1:]:
-        work = (3 + again + recipe.learner_passes) * forward
+        work = (3 + again + cost.learner_passes) * forward
         if learner.head == "language":  # one of width 1 takes no time
-            work += (gemms + recipe.learner_passes) * head
-        updates = recipe.learner_updates(updates)
+            work += (gemms + cost.learner_passes) * head
+        updates = cost.learner_updates or updates
         seconds["learners"] = work / flops + _optimizer_bytes(config, learner, ranks, updates) / slow
         seconds["learners"] += _sent_bytes(config, learner, ranks, updates, micro_batches, 1) / link
     if rollouts and not config.rollout.share_weights:  # otherwise there is no engine, or one for evaluations alone
@@ -231,7 +231,7 @@ def _members(config: Config) -> tuple[int, int]:
     """The maximum numbers of rollouts and demonstrations in a group."""
     algorithm = config.algorithm.resolve()
     rollouts = config.rollout.group_size - algorithm.demonstrates_in_place if algorithm.generates else 0
-    return rollouts, int(algorithm.needs_demonstrations and algorithm.recipe.whole_demonstrations)
+    return rollouts, int(algorithm.needs_demonstrations and algorithm.recipe.cost.own_demonstrations)
 
 
 def _tied(model: Model) -> bool:

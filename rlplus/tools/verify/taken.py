@@ -120,7 +120,7 @@ def accumulate(run: Run, taken: Taken, chosen: Sequence[int]) -> Accumulated:
     seen: list[MicroBatch] = []
     before: dict[int, Tensor] = {}  # by number of the micro-batch
     policy = run.policy
-    forward_backward = run.policy.accumulate
+    forward_backward = run.policy.backward
     statistics = run.policy.statistics
 
     def restricted(batches: Sequence[MicroBatch], *args: Any, **kwargs: Any) -> list[PolicyLoss]:
@@ -134,7 +134,7 @@ def accumulate(run: Run, taken: Taken, chosen: Sequence[int]) -> Accumulated:
         before.update((number, found[0]) for number, known in enumerate(micro_batches) if known is batch)
         return found
 
-    policy.accumulate = restricted  # type: ignore[method-assign]
+    policy.backward = restricted  # type: ignore[method-assign]
     policy.statistics = recorded  # type: ignore[method-assign]
     step.remember([(taken.update, micro_batches)])
     outputs = step.accumulate(taken.update, micro_batches)

@@ -9,6 +9,7 @@ from pydantic import AfterValidator, Field, model_validator
 from rlplus.common.section import Fraction, PathText
 from rlplus.common.teacher_states import TeacherStates, digest
 from rlplus.train.algorithm.recipe_base import RecipeOptions
+from rlplus.train.algorithm.run_settings import RunSettings
 
 
 def demonstration_template(template: str) -> str:
@@ -53,7 +54,7 @@ class Distillation(RecipeOptions):
     def own_loss(self) -> str:
         return "" if self.loss == "sampled" else self.loss
 
-    def problems(self, config: Any) -> Iterator[str]:
+    def problems(self, config: RunSettings) -> Iterator[str]:
         algorithm, train, rollout = config.algorithm.resolve(), config.train, config.rollout
         if config.algorithm.preset == "sft" and not self.teaches_demonstrations:
             yield f"want recipe distill and a divergence with preset sft; got {self.name} and loss {self.loss}"
@@ -135,7 +136,7 @@ class Distill(Distillation):
                 f"lacks {lacking}: run examples/score_demonstrations.py --states with this configuration again"
             )
 
-    def problems(self, config: Any) -> Iterator[str]:
+    def problems(self, config: RunSettings) -> Iterator[str]:
         given = {
             "teacher": self.teacher,
             "teacher_url": self.teacher_url,
@@ -215,7 +216,7 @@ class SelfDistill(Distillation):
             return super().no_update
         return f"no response has another of its group beside it whose reward is at least {self.shown_reward:g}"
 
-    def problems(self, config: Any) -> Iterator[str]:
+    def problems(self, config: RunSettings) -> Iterator[str]:
         if self.shows_responses:
             if (own := config.rollout.function or config.rollout.environment) is not None:
                 yield f"it shows responses of one turn: want no rollout.function and environment; got {own}"

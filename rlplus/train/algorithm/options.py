@@ -5,7 +5,7 @@ options are here so that a configuration can be checked without torch.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Annotated, Any, ClassVar, Literal, Self, get_args
+from typing import Annotated, ClassVar, Literal, Self, get_args
 
 from pydantic import Field, model_validator
 
@@ -13,7 +13,8 @@ from rlplus.common.errors import hint
 from rlplus.common.lazy import import_function
 from rlplus.common.section import Count, Fraction, NonNegative, Positive, Section
 from rlplus.train.algorithm.distillation_options import Distill, SelfDistill
-from rlplus.train.algorithm.recipe_base import HeadKind, RecipeOptions
+from rlplus.train.algorithm.recipe_base import Cost, HeadKind, RecipeOptions
+from rlplus.train.algorithm.run_settings import RunSettings
 
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 Exponent = Annotated[float, Field(ge=-4, le=4)]  # the entropy of 2^18 tokens is 12.5, of which e^50 fits fp32
@@ -30,7 +31,6 @@ class Interleaved(RecipeOptions):
     """Updates on rollouts, and sometimes one on demonstrations of prompts that no rollout solved (ReLIFT)."""
 
     in_place: ClassVar[bool] = False
-    extra_updates: ClassVar[int] = 1
 
     name: Literal["interleaved"] = "interleaved"
     batch: Count = 128
@@ -40,8 +40,9 @@ class Interleaved(RecipeOptions):
     def unsolved_only(self) -> bool:
         return True
 
-    def largest_update(self, config: Any, samples: int) -> int:
-        return max(samples, self.batch)
+    @property
+    def cost(self) -> Cost:
+        return Cost(updates=1, batch=self.batch)
 
 
 class Gate(RecipeOptions):
@@ -68,7 +69,6 @@ class Prefix(RecipeOptions):
     """
 
     in_place: ClassVar[bool] = False
-    whole_demonstrations: ClassVar[bool] = False
 
     name: Literal["prefix"] = "prefix"
     schedule: Literal["binomial", "random", "window", "linear", "cosine", "fixed"] = "binomial"
@@ -94,6 +94,10 @@ class Prefix(RecipeOptions):
     def trains_demonstrations(self) -> bool:
         return self.trained
 
+    @property
+    def cost(self) -> Cost:
+        return Cost(own_demonstrations=False)
+
     @model_validator(mode="after")
     def _check(self) -> Self:
         if self.low > self.high:
@@ -103,7 +107,7 @@ class Prefix(RecipeOptions):
                 raise ValueError(f"{name} belongs to schedule {' or '.join(readers)}; got {self.schedule}")
         return self
 
-    def problems(self, config: Any) -> Iterator[str]:
+    def problems(self, config: RunSettings) -> Iterator[str]:
         yield from _problems_of_prefixes(config)
         group = config.rollout.group_size
         if self.members is not None and self.members > group:
@@ -118,7 +122,6 @@ class PrefixSearch(RecipeOptions):
     """
 
     in_place: ClassVar[bool] = False
-    whole_demonstrations: ClassVar[bool] = False
 
     name: Literal["prefix-search"] = "prefix-search"
     parts: Annotated[int, Field(ge=2)] = 10
@@ -133,13 +136,17 @@ class PrefixSearch(RecipeOptions):
     def trains_demonstrations(self) -> bool:
         return False
 
+    @property
+    def cost(self) -> Cost:
+        return Cost(own_demonstrations=False)
+
     @model_validator(mode="after")
     def _check(self) -> Self:
         if self.above >= self.below:
             raise ValueError(f"want above < below; got {self.above:g} and {self.below:g}")
         return self
 
-    def problems(self, config: Any) -> Iterator[str]:
+    def problems(self, config: RunSettings) -> Iterator[str]:
         yield from _problems_of_prefixes(config)
         size = config.rollout.group_size
         if not any(self.above < right / size < self.below for right in range(1, size)):
@@ -149,7 +156,7 @@ class PrefixSearch(RecipeOptions):
             )
 
 
-def _problems_of_prefixes(config: Any) -> Iterator[str]:
+def _problems_of_prefixes(config: RunSettings) -> Iterator[str]:
     limit = config.rollout.max_response_length
     if config.max_demonstration_length > limit:
         yield (
@@ -190,7 +197,7 @@ class EntropyWeights(RecipeOptions):
             raise ValueError("supervised_exponent has no effect with supervised 0")
         return self
 
-    def problems(self, config: Any) -> Iterator[str]:
+    def problems(self, config: RunSettings) -> Iterator[str]:
         algorithm = config.algorithm.resolve()
         if not (algorithm.generates and algorithm.demonstrates):
             yield f"want a preset with rollouts and demonstrations; got {config.algorithm.preset}"
@@ -214,7 +221,7 @@ class Replay(RecipeOptions):
     start: Fraction = 0.35
     """Both keeping and replaying begin after the first step of which more than this share was correct."""
 
-    def problems(self, config: Any) -> Iterator[str]:
+    def problems(self, config: RunSettings) -> Iterator[str]:
         algorithm = config.algorithm.resolve()
         if algorithm.demonstrates and algorithm.objective.external == "none":
             yield "want a loss of what is replayed, algorithm.objective.external; got none"
@@ -233,7 +240,6 @@ class Critic(RecipeOptions):
     """
 
     learners: ClassVar[Mapping[str, HeadKind]] = {"critic": "value"}
-    learner_passes: ClassVar[int] = 1  # values
     own_advantages: ClassVar[bool] = True
 
     name: Literal["critic"] = "critic"
@@ -254,16 +260,14 @@ class Critic(RecipeOptions):
     warmup_steps: NonNegative = 50
     """Its steps of linear warm-up."""
 
-    def problems(self, config: Any) -> Iterator[str]:
+    def problems(self, config: RunSettings) -> Iterator[str]:
         samples = config.train.prompts_per_step * config.rollout.group_size
         if self.critic_updates > samples:
             yield f"want critic_updates at most the {samples} samples of a step; got {self.critic_updates}"
 
-    def largest_update(self, config: Any, samples: int) -> int:
-        return max(samples, -(-config.train.prompts_per_step * config.rollout.group_size // self.critic_updates))
-
-    def learner_updates(self, updates: int) -> int:
-        return self.critic_updates
+    @property
+    def cost(self) -> Cost:
+        return Cost(learner_updates=self.critic_updates, learner_passes=1)  # the pass for values
 
 
 class ProcessReward(RecipeOptions):
@@ -274,8 +278,6 @@ class ProcessReward(RecipeOptions):
     """
 
     learners: ClassVar[Mapping[str, HeadKind]] = {"process": "language"}
-    learner_passes: ClassVar[int] = 3  # scores, and the reference's logprobs for them and for the updates
-    references: ClassVar[int] = 1
     own_advantages: ClassVar[bool] = True
 
     name: Literal["process-reward"] = "process-reward"
@@ -293,12 +295,16 @@ class ProcessReward(RecipeOptions):
     weight_decay: Weight = 0.0
     """AdamW's weight decay for it."""
 
-    def problems(self, config: Any) -> Iterator[str]:
+    def problems(self, config: RunSettings) -> Iterator[str]:
         algorithm = config.algorithm.resolve()
         if algorithm.shaping is not None:
             yield "it learns outcomes in [0, 1]: want algorithm.shaping null"
         if algorithm.reward_kl_coef and algorithm.generates:
             yield "it does not support algorithm.reward_kl_coef"
+
+    @property
+    def cost(self) -> Cost:
+        return Cost(learner_passes=3, references=1)  # scores, the reference's logprobs for these and for the updates
 
 
 PLAIN = Plain()

@@ -1,24 +1,32 @@
 """The base class of the options of recipes."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, NamedTuple
 
 from rlplus.common.section import Section
+from rlplus.train.algorithm.run_settings import RunSettings
 
 HeadKind = Literal["language", "value"]
 
 
+class Cost(NamedTuple):
+    """The work of a step beyond the plain recipe's, as `rlplus plan` counts it."""
+
+    own_demonstrations: bool = True  # samples of their own; otherwise responses begin with parts of them
+    updates: int = 0  # the policy's, at most, besides the ones on rollouts
+    batch: int = 0  # samples in each of these
+    learner_updates: int | None = None  # each learner's; None = as many as the policy's
+    learner_passes: int = 0  # forward passes over a step's samples, besides the learners' updates
+    references: int = 0  # copies of the first model that learners need
+
+
 class RecipeOptions(Section):
-    """Base class of the options, with what a configuration and a plan must know of a recipe without importing it.
+    """Base class of the options, with what a configuration must know of a recipe without importing it.
 
     in_place: whether a demonstration of the data replaces a rollout of its group.
     replays: whether demonstrations are the policy's own rollouts of earlier steps, not the data's.
-    whole_demonstrations: whether they are samples of their own. Otherwise responses begin with parts of them.
-    extra_updates: the policy's updates in a step, at most, besides the ones on rollouts.
     learners: the models that the recipe trains alongside the policy, by name. Each has the policy's body and the head
     of the "language" model, or a "value" head of width 1.
-    learner_passes: forward passes over a step's samples, besides the learners' updates.
-    references: copies of the first model that they need.
     own_advantages: whether advantages do not come from rewards by `algorithm.advantage`.
     weighs_tokens: whether the loss of each token is weighed by what the policy says of it before the update: one more
     forward pass.
@@ -26,11 +34,7 @@ class RecipeOptions(Section):
 
     in_place: ClassVar[bool] = True
     replays: ClassVar[bool] = False
-    whole_demonstrations: ClassVar[bool] = True
-    extra_updates: ClassVar[int] = 0
     learners: ClassVar[Mapping[str, HeadKind]] = {}
-    learner_passes: ClassVar[int] = 0
-    references: ClassVar[int] = 0
     own_advantages: ClassVar[bool] = False
     weighs_tokens: ClassVar[bool] = False
 
@@ -96,18 +100,15 @@ class RecipeOptions(Section):
         """Whether only prompts that no rollout solved have demonstrations."""
         return False
 
-    def problems(self, config: Any) -> Iterator[str]:
-        """Reasons why a run cannot use the recipe with its other settings. config: an `rlplus.train.config.Config`."""
+    def problems(self, config: RunSettings) -> Iterator[str]:
+        """Reasons why a run cannot use the recipe with its other settings."""
         yield from ()
 
     def refusals(self, examples: Sequence[Any]) -> Iterator[str]:
         """Reasons why a run cannot train on these prompts. examples: a list of `rlplus.train.data.Example`."""
         yield from ()
 
-    def largest_update(self, config: Any, samples: int) -> int:
-        """The largest number of samples in an update of any model. samples: in the policy's updates on rollouts."""
-        return samples
-
-    def learner_updates(self, updates: int) -> int:
-        """Updates of each learner in a step with that many of the policy."""
-        return updates
+    @property
+    def cost(self) -> Cost:
+        """The work that a plan adds to the plain recipe's."""
+        return Cost()

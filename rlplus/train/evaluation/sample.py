@@ -27,6 +27,7 @@ from rlplus.train.evaluation.scorers import Scorers, reward_of
 from rlplus.train.learner import check_positions, existing_model, write_pretrained
 from rlplus.train.reward import Score, Scorer
 from rlplus.train.rollout import (
+    ENGINES,
     Completion,
     Request,
     Respond,
@@ -285,8 +286,8 @@ def _evaluate_model(
 def _alone(config: RolloutConfig) -> RolloutConfig:
     """The engine where nothing trains beside it: in this process, awake, sampling from the whole vocabulary."""
     changes = {"mode": "colocated", "server_url": None, "sleep": False, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
-    changes["routing_replay"] = False  # nothing is recorded for a trainer
-    if config.engine == "sglang":  # always a server
+    changes |= {"routing_replay": False, "lora": "merged"}  # nothing is recorded for a trainer or pushed
+    if config.engine not in ENGINES:  # the one of a server, or auto already
         changes |= {"engine": "auto", "weights_folder": None}
     return config.model_copy(update=changes)
 

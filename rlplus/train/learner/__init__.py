@@ -10,8 +10,7 @@ from rlplus.common.lazy import lazy_names
 if TYPE_CHECKING:
     from rlplus.train.learner.batch import by_sample, forward_batches, has_gradient, make_micro_batches, mean_batches
     from rlplus.train.learner.dropout import say_dropout
-    from rlplus.train.learner.learner import Learner
-    from rlplus.train.learner.learning_rate import Optimization
+    from rlplus.train.learner.learner import Learner, Optimization
     from rlplus.train.learner.moving_average import MovingAverage
     from rlplus.train.learner.policy import Policy
     from rlplus.train.learner.pretrained import (
@@ -24,7 +23,7 @@ if TYPE_CHECKING:
     from rlplus.train.learner.prime_model import ProcessModel
     from rlplus.train.learner.served_teacher import GivenTeacher, ServedTeacher
     from rlplus.train.learner.stored_teacher import StoredTeacher
-    from rlplus.train.learner.teacher import SelfTeacher, Teacher, accumulate_divergence
+    from rlplus.train.learner.teacher import SelfTeacher, Teacher, divergence_of
     from rlplus.train.learner.value_model import ValueModel
 
 __all__ = [
@@ -39,9 +38,9 @@ __all__ = [
     "StoredTeacher",
     "Teacher",
     "ValueModel",
-    "accumulate_divergence",
     "by_sample",
     "check_positions",
+    "divergence_of",
     "existing_model",
     "forward_batches",
     "has_gradient",
@@ -58,8 +57,7 @@ __getattr__, __dir__ = lazy_names(
     {
         "batch": ("by_sample", "forward_batches", "has_gradient", "make_micro_batches", "mean_batches"),
         "dropout": ("say_dropout",),
-        "learner": ("Learner",),
-        "learning_rate": ("Optimization",),
+        "learner": ("Learner", "Optimization"),
         "moving_average": ("MovingAverage",),
         "policy": ("Policy",),
         "pretrained": (
@@ -72,7 +70,7 @@ __getattr__, __dir__ = lazy_names(
         "prime_model": ("ProcessModel",),
         "served_teacher": ("GivenTeacher", "ServedTeacher"),
         "stored_teacher": ("StoredTeacher",),
-        "teacher": ("SelfTeacher", "Teacher", "accumulate_divergence"),
+        "teacher": ("SelfTeacher", "Teacher", "divergence_of"),
         "value_model": ("ValueModel",),
     },
 )

@@ -2,8 +2,10 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from math import inf
-from typing import Any
+from dataclasses import dataclass
+from functools import cached_property
+from math import ceil, cos, inf, pi
+from typing import Any, Literal
 
 import deepspeed
 import torch
@@ -20,11 +22,28 @@ from rlplus.train.data import MicroBatch
 from rlplus.train.learner.adapters import add_adapters
 from rlplus.train.learner.deepspeed_settings import check_eight_bit, deepspeed_config
 from rlplus.train.learner.gradients import in_fp32, take_fp32_gradients, without_bf16_optimizer
-from rlplus.train.learner.learning_rate import Optimization, learning_rate
 from rlplus.train.learner.packed_model import PackedModel
 from rlplus.train.learner.pretrained import in_shards, load_model, restore_buffers
 from rlplus.train.learner.quantized import check_installed, quantize
 from rlplus.train.learner.sequence import SequenceGroup, check_both_ways
+from rlplus.train.learner.sharded_head import ShardedHead
+
+
+@dataclass(frozen=True)
+class Optimization:
+    """The optimizer of a model that a recipe trains beside the policy; the policy has its settings in `train`.
+
+    The learning rate is constant after the warm-up: the policy's schedule would not fit the model's number of updates.
+    weight_decay, grad_clip: None = as in `train`.
+    """
+
+    lr: float
+    warmup_steps: int
+    weight_decay: float | None = None
+    grad_clip: float | None = None
+    warmup_ratio: None = None
+    lr_schedule: Literal["constant"] = "constant"
+    lr_min_ratio: float = 0.0
 
 
 class Learner:
@@ -40,6 +59,7 @@ class Learner:
         self.config = config
         self.model_config = model_config
         self._own = own
+        self.micro_batch = 0  # its number in the update
         self._skipped_norms: list[float] = []  # the last update's, if it was skipped for its norm
         self.device = this_device()
         train = config.train
@@ -101,6 +121,10 @@ class Learner:
         name = _first_nonfinite(self.engine.module.lm, self.device)
         return f"parameter {name}" if name else ""
 
+    @cached_property
+    def _sharded(self) -> ShardedHead | None:
+        return None if self.engine.module.gathers_head else ShardedHead(self.engine.module.lm)
+
     def backward(
         self,
         batches: Sequence[MicroBatch],
@@ -110,12 +134,14 @@ class Learner:
         """Forward and backward passes of one update; every rank passes the same number of micro-batches.
 
         op: the head's computation for a micro-batch; it returns a named tuple with a `loss`. `step` uses the gradient
-        of the sum of these losses; micro-batches that are `forward_only` come first and add nothing to it.
+        of the sum of these losses; micro-batches that are `forward_only` come first and add nothing to it. DeepSpeed
+        averages gradients over ranks, so the losses have their number as a factor, which the outputs have not.
         before_each: called before each micro-batch; may raise.
         """
         outputs = []
         activity.micro_batches.begin(len(batches))
         for i, batch in enumerate(batches):
+            self.micro_batch = i
             if before_each is not None:
                 before_each()
             self.engine.set_gradient_accumulation_boundary(i == len(batches) - 1)
@@ -124,10 +150,12 @@ class Learner:
                     out = self.engine(batch, op(batch))
                 if not batch.forward_only:
                     self.engine.backward(out.loss)
-            outputs.append(out._replace(loss=out.loss.detach()))
+            outputs.append(_without_ranks(out))
             activity.micro_batches.add()
         if self.engine.module.replay is not None:
             self.engine.module.replay.use(None)
+        if self._sharded is not None:
+            self._sharded.give_gradient()
         if self.device.type == "cuda":  # else the optimizer, which reads the norm, would be charged for it
             torch.cuda.synchronize()
         return outputs
@@ -171,6 +199,16 @@ class Learner:
         """The global gradient norm of the last update, before clipping."""
         norm = self._skipped_norms[0] if self._skipped_norms else self.engine.get_global_grad_norm()
         return None if norm is None else float(norm)
+
+
+def _without_ranks(out: Any) -> Any:
+    """The output of a micro-batch with its losses divided by the number of ranks, and detached."""
+    ranks = dist.get_world_size()
+    out = out._replace(loss=out.loss.detach() / ranks)
+    if not hasattr(out, "stats"):  # not a policy's
+        return out
+    stats = {name: value / ranks if name.startswith("loss_") else value for name, value in out.stats.items()}
+    return out._replace(stats=stats)
 
 
 @contextmanager
@@ -219,6 +257,22 @@ def _deterministic(on: bool) -> Iterator[None]:
     finally:
         torch.use_deterministic_algorithms(before[0], warn_only=before[1])
         settings.fill_uninitialized_memory = filled
+
+
+def learning_rate(train: TrainConfig | Optimization, made: int, updates: int) -> float:
+    """The learning rate of the update that follows `made` others, in a run of `updates` updates.
+
+    In the w updates of the warm-up: lr (made + 1) / w. Afterwards, with x = (made - w) / (updates - w), at most 1, the
+    progress after the warm-up: lr times 1, m + (1 - m) (1 - x), or m + (1 - m) (1 + cos(pi x)) / 2, where m is
+    lr_min_ratio. These are transformers' schedules, except that there the first update of the warm-up has an lr of 0.
+    """
+    # 0.07 * 100 is 7.000000000000001, which must not become 8 updates.
+    warmup = train.warmup_steps if train.warmup_ratio is None else ceil(train.warmup_ratio * updates - 1e-9)
+    if made < warmup:
+        return train.lr * (made + 1) / warmup
+    left = 1 - min(1.0, (made - warmup) / max(1, updates - warmup))
+    share = {"constant": 1.0, "linear": left, "cosine": (1 - cos(pi * left)) / 2}[train.lr_schedule]
+    return train.lr * (train.lr_min_ratio + (1 - train.lr_min_ratio) * share)
 
 
 def this_device() -> torch.device:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import partial
 from random import Random
 from typing import Any
 
@@ -20,12 +20,10 @@ from rlplus.train.data import MicroBatch
 from rlplus.train.learner.adapters import adapter_weights, merged_weights, without_adapters
 from rlplus.train.learner.dropout import dropout_of
 from rlplus.train.learner.gradients import with_head_gradient
-from rlplus.train.learner.learner import Learner, this_device
-from rlplus.train.learner.learning_rate import Optimization
+from rlplus.train.learner.learner import Learner, Optimization, this_device
 from rlplus.train.learner.packed_model import PackedModel
 from rlplus.train.learner.pretrained import load_model, write_model
 from rlplus.train.learner.sequence import probe_batch
-from rlplus.train.learner.sharded_head import ShardedHead
 from rlplus.train.learner.widened import widened
 from rlplus.train.rollout.engine_adapters import Adapters
 
@@ -50,7 +48,6 @@ class Policy(Learner):
         head = (config.train.backend, this_device(), getattr(torch, config.model.dtype))
         choose(*head)  # a GPU's self-check needs memory, which the model is about to take
         self.backend: str = config.train.backend
-        self._draws = 0  # micro-batches of the update that have a seed
         self.samples = temperature is None  # its logprobs are of the distribution that is sampled from
         self.temperature = config.rollout.temperature if temperature is None else temperature
         super().__init__(config, model_path, model_config, own)
@@ -60,10 +57,6 @@ class Policy(Learner):
         if reference and config.model.lora is None:  # frozen; each rank holds a whole copy
             lm = load_model(config.model, model_path, model_config)
             self.reference = PackedModel(lm, self.group).to(self.device).eval().requires_grad_(False)
-
-    @cached_property
-    def _sharded(self) -> ShardedHead | None:
-        return None if self.engine.module.gathers_head else ShardedHead(self.engine.module.lm)
 
     def nonfinite(self) -> str:
         """The place of NaN or infinity: the first such parameter, else a batch's logprobs; empty if all is finite.
@@ -110,23 +103,9 @@ class Policy(Learner):
             wide, _ = self.engine(batch, head)
         return (logprob - wide).abs()
 
-    def backward(
-        self,
-        batches: Sequence[MicroBatch],
-        op: Callable[[MicroBatch], Callable[..., Any]],
-        before_each: Callable[[], None] | None = None,
-    ) -> list[Any]:
-        self._draws = 0
-        return super().backward(batches, op, before_each)
-
-    def accumulate(
-        self, batches: Sequence[MicroBatch], objective: Objective, before_each: Callable[[], None] | None = None
-    ) -> list[PolicyLoss]:
-        """`backward` of the policy loss."""
-        outputs = self.backward(batches, partial(self._loss_op, objective), before_each)
-        if self._sharded is not None:
-            self._sharded.give_gradient()
-        return [without_ranks(out) for out in outputs]
+    def loss_of(self, objective: Objective) -> Callable[[MicroBatch], Callable[..., PolicyLoss]]:
+        """The policy loss, for `backward`."""
+        return partial(self._loss_op, objective)
 
     def _loss_op(self, objective: Objective, batch: MicroBatch) -> Callable[..., PolicyLoss]:
         # DeepSpeed averages gradients over ranks, but the weights' denominators are global already. The factor is in
@@ -153,8 +132,7 @@ class Policy(Learner):
         train = self.config.train
         if train.backward != "sampled":
             return {"backward": train.backward}
-        self._draws += 1
-        place = f"{self.engine.global_steps} {self._draws} {dist.get_rank()}"
+        place = f"{self.engine.global_steps} {self.micro_batch + 1} {dist.get_rank()}"
         options = {"backward": "sampled", "seed": Random(f"{train.seed} {place}").getrandbits(63)}
         return options if train.backward_threshold is None else options | {"threshold": train.backward_threshold}
 
@@ -246,13 +224,6 @@ def agreed_backend(name: str, device: torch.device, dtype: torch.dtype) -> Choic
         return choices[0]
     refusals = (f"rank {rank}: {choice.reason}" for rank, choice in enumerate(choices) if choice.backend == "torch")
     return Choice("torch", "; ".join(refusals))
-
-
-def without_ranks(out: PolicyLoss) -> PolicyLoss:
-    """Divide the losses by the number of ranks, a factor that the loss's op puts into the weights."""
-    ranks = dist.get_world_size()
-    stats = {name: value / ranks if name.startswith("loss_") else value for name, value in out.stats.items()}
-    return out._replace(loss=out.loss / ranks, stats=stats)
 
 
 _Entry = tuple[str, list[Any], Callable[[], Tensor]]  # parameters with the fields that ZeRO-3 adds

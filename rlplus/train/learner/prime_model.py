@@ -12,7 +12,7 @@ from rlplus.loss import linear_logprob
 from rlplus.train.algorithm import outcome_loss
 from rlplus.train.config import Config
 from rlplus.train.data import MicroBatch
-from rlplus.train.learner.learning_rate import Optimization
+from rlplus.train.learner.learner import Optimization
 from rlplus.train.learner.policy import Policy
 
 
@@ -35,8 +35,7 @@ class ProcessModel(Policy):
     def learn(self, batches: Sequence[MicroBatch], beta: float) -> list[OutcomeLoss]:
         """`backward` of the outcome loss; the outcomes are the batches' `returns`."""
         ranks = dist.get_world_size()
-        outputs = self.backward(batches, partial(self._outcome_op, beta, ranks))
-        return [OutcomeLoss(out.loss / ranks) for out in outputs]
+        return self.backward(batches, partial(self._outcome_op, beta, ranks))
 
     def _outcome_op(self, beta: float, ranks: int, batch: MicroBatch) -> Callable[..., OutcomeLoss]:
         reference = self.logprob(batch, reference=True)

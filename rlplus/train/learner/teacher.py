@@ -1,6 +1,6 @@
 """Distillation: a frozen teacher, and the update of a policy by its divergence from it over the whole vocabulary."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, Literal
@@ -14,7 +14,7 @@ from rlplus.train.data import MicroBatch, load_tokenizer
 from rlplus.train.learner.adapters import without_adapters
 from rlplus.train.learner.moving_average import MovingAverage
 from rlplus.train.learner.packed_model import PackedModel
-from rlplus.train.learner.policy import Policy, without_ranks
+from rlplus.train.learner.policy import Policy
 from rlplus.train.learner.pretrained import existing_model, load_model, positions, weights_fingerprint
 from rlplus.train.learner.sequence import check_both_ways
 
@@ -134,20 +134,15 @@ def _check_tokens(path: str, own: dict[str, int], teachers: dict[str, int]) -> N
         )
 
 
-def accumulate_divergence(
-    policy: Policy,
-    batches: Sequence[MicroBatch],
-    teach: Teach,
-    kind: dict[str, Any],
-    before_each: Callable[[], None] | None = None,
-) -> list[PolicyLoss]:
-    """`Learner.backward` of the divergence. kind: the arguments of `linear_divergence` that say which.
+def divergence_of(
+    policy: Policy, teach: Teach, kind: dict[str, Any]
+) -> Callable[[MicroBatch], Callable[..., PolicyLoss]]:
+    """The divergence, for `Learner.backward`. kind: the arguments of `linear_divergence` that say which.
 
     Statistics have the sum of the tokens' divergences, too. Five GEMMs of the head: the divergence's four, two if its
     backward pass is sampled, and one for the logprobs of the tokens, which show whether the engine ran the policy.
     """
-    outputs = policy.backward(batches, partial(_loss_op, policy, teach, kind), before_each)
-    return [without_ranks(out) for out in outputs]
+    return partial(_loss_op, policy, teach, kind)
 
 
 def _loss_op(policy: Policy, teach: Teach, kind: dict[str, Any], batch: MicroBatch) -> Callable[..., PolicyLoss]:

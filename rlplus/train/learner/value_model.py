@@ -39,8 +39,7 @@ class ValueModel(Learner):
     def accumulate(self, batches: Sequence[MicroBatch], clip: float) -> list[ValueLoss]:
         """`backward` of the value loss with targets `returns`, clipped around the batches' `value`."""
         ranks = dist.get_world_size()
-        outputs = self.backward(batches, partial(_loss_op, clip, ranks))
-        return [out._replace(loss=out.loss / ranks) for out in outputs]
+        return self.backward(batches, partial(_loss_op, clip, ranks))
 
 
 def _values(hidden: Tensor, weight: Tensor, **_: Any) -> Tensor:

@@ -1,57 +1,37 @@
 """Recipes: the parts of a training step that depend on the algorithm, besides its objective."""
 
+from importlib import import_module
+
 from rlplus.common.lazy import import_function
-from rlplus.train.algorithm import (
-    Critic,
-    Distill,
-    EntropyWeights,
-    Gate,
-    Interleaved,
-    Plain,
-    Prefix,
-    PrefixSearch,
-    ProcessReward,
-    RecipeOptions,
-    Replay,
-    SelfDistill,
-)
 from rlplus.train.config import Config
-from rlplus.train.recipe.critic import CriticRecipe
-from rlplus.train.recipe.entropy_weights import EntropyWeightsRecipe
-from rlplus.train.recipe.gate import GateRecipe
-from rlplus.train.recipe.interleaved import InterleavedRecipe
 from rlplus.train.recipe.plain import Ask, Batch, Recipe, Update, demonstration, set_advantages
-from rlplus.train.recipe.prefix import PrefixRecipe
-from rlplus.train.recipe.prefix_search import PrefixSearchRecipe
-from rlplus.train.recipe.prime import ProcessRewardRecipe
 from rlplus.train.recipe.refill import refill_batch
-from rlplus.train.recipe.replay import ReplayRecipe
-from rlplus.train.recipe.self_teaching import SelfDistillRecipe
-from rlplus.train.recipe.teaching import DistillRecipe
 
 __all__ = ["Ask", "Batch", "Recipe", "Update", "demonstration", "make_recipe", "refill_batch", "set_advantages"]
 
-_RECIPES: dict[type[RecipeOptions], type[Recipe]] = {
-    Plain: Recipe,
-    Interleaved: InterleavedRecipe,
-    Gate: GateRecipe,
-    Prefix: PrefixRecipe,
-    PrefixSearch: PrefixSearchRecipe,
-    EntropyWeights: EntropyWeightsRecipe,
-    Critic: CriticRecipe,
-    ProcessReward: ProcessRewardRecipe,
-    Replay: ReplayRecipe,
-    Distill: DistillRecipe,
-    SelfDistill: SelfDistillRecipe,
+_RECIPES = {  # modules and classes by the options' `name`
+    "plain": "plain.Recipe",
+    "interleaved": "interleaved.InterleavedRecipe",
+    "gate": "gate.GateRecipe",
+    "prefix": "prefix.PrefixRecipe",
+    "prefix-search": "prefix_search.PrefixSearchRecipe",
+    "entropy-weights": "entropy_weights.EntropyWeightsRecipe",
+    "critic": "critic.CriticRecipe",
+    "process-reward": "prime.ProcessRewardRecipe",
+    "replay": "replay.ReplayRecipe",
+    "distill": "teaching.DistillRecipe",
+    "self-distill": "self_teaching.SelfDistillRecipe",
 }
 
 
 def make_recipe(config: Config) -> Recipe:
     """The recipe of the run's algorithm; ValueError if its name is not a `Recipe`'s."""
-    options = config.algorithm.recipe
-    kind = _RECIPES.get(type(options)) or import_function(options.name)
+    name = config.algorithm.recipe.name
+    if name in _RECIPES:
+        module, _, own = _RECIPES[name].partition(".")
+        kind = getattr(import_module(f"{__name__}.{module}"), own)
+    else:
+        kind = import_function(name)
     if not (isinstance(kind, type) and issubclass(kind, Recipe)):
-        raise ValueError(
-            f"algorithm.recipe.name: want a subclass of rlplus.train.recipe.Recipe; {options.name} is {kind!r}"
-        )
+        raise ValueError(f"algorithm.recipe.name: want a subclass of rlplus.train.recipe.Recipe; {name} is {kind!r}")
     return kind(config)

@@ -62,7 +62,7 @@ class EntropyWeightsRecipe(Recipe):
         for i, batch in enumerate(batches):
             if not batch.forward_only:
                 taken[i], supervised[i] = self._weighed(batch, demonstrated)
-        outputs = self.policy.accumulate(taken, self._taken, before_each)
+        outputs = self.policy.backward(taken, self.policy.loss_of(self._taken), before_each)
         return [self._as_told(*each) for each in zip(outputs, batches, supervised, strict=True)]
 
     def _weighed(self, batch: MicroBatch, demonstrated: float) -> tuple[MicroBatch, Tensor]:

@@ -136,7 +136,7 @@ class Recipe:
 
         before_each: called before each micro-batch; may raise.
         """
-        return self.policy.accumulate(batches, update.algorithm.objective, before_each)
+        return self.policy.backward(batches, self.policy.loss_of(update.algorithm.objective), before_each)
 
     def saw(self, update: Update, outputs: Sequence[PolicyLoss], grad_norm: float | None) -> None:
         """Observe an update: its micro-batches' losses on this rank, and the gradient's global norm."""

@@ -16,8 +16,8 @@ from rlplus.train.learner import (
     ServedTeacher,
     StoredTeacher,
     Teacher,
-    accumulate_divergence,
     by_sample,
+    divergence_of,
 )
 from rlplus.train.recipe.plain import Batch, Recipe, Update
 
@@ -78,7 +78,7 @@ class DistillRecipe(Recipe):
         if not (kind := self.options.own_loss):
             return super().accumulate(update, batches, before_each)
         which = {"kind": kind, "beta": self.options.beta if kind == "jsd" else None}
-        outputs = accumulate_divergence(self.policy, batches, self.teacher.head, which, before_each)
+        outputs = self.policy.backward(batches, divergence_of(self.policy, self.teacher.head, which), before_each)
         self._add(*(float(sum(out.stats[name] for out in outputs)) for name in ("divergence", "tokens")))
         return outputs
 

@@ -7,14 +7,13 @@ process, in a process of their own, or (vLLM) in a server that the user started.
 
 import logging
 from collections.abc import Sequence
-from importlib.util import find_spec
-from typing import Any
+from importlib import import_module
 
 import torch
 import torch.distributed as dist
 
 from rlplus.common.errors import RunFailed, install_command
-from rlplus.train.config import RolloutConfig
+from rlplus.train.config import RolloutConfig, check_engine, installed_vllm
 from rlplus.train.rollout.custom_engine import Respond, Response, Sampler, Task, make_respond, respond
 from rlplus.train.rollout.engine_adapters import Adapters
 from rlplus.train.rollout.protocol import (
@@ -34,6 +33,7 @@ from rlplus.train.rollout.push import checked_weights, ranks_here
 
 __all__ = [
     "DEFAULT_CACHE_MB",
+    "ENGINES",
     "LOGIT_BYTES",
     "Adapters",
     "Completion",
@@ -55,6 +55,10 @@ __all__ = [
     "respond",
     "whole_model",
 ]
+
+# Modules and classes by `rollout.engine`: engines that run here or in a process of their own, and servers.
+ENGINES = {"transformers": "transformers_engine.TransformersEngine", "vllm": "vllm_engine.VLLMEngine"}
+SERVERS = {"sglang": "sglang_engine.SGLangEngine", "vllm": "server_engine.ServerEngine"}
 
 logger = logging.getLogger(__name__)
 
@@ -81,54 +85,36 @@ def make_engine(
     initialise it first and call this on all ranks: each gets an engine of its own, or its part of one. ValueError:
     config.engine is not installed, the ranks and GPUs do not fit config, or it cannot apply the adapters.
     """
-    settings: dict[str, Any] = {
-        "dtype": dtype,
-        "max_model_len": max_model_len,
-        "end_ids": end_ids,
-        "trust_remote_code": trust_remote_code,
-        "config_path": config_path,
-    }
-    if config.engine == "sglang":
-        from rlplus.train.rollout.sglang_engine import SGLangEngine
-
-        return SGLangEngine(config, model_path, **settings)
     if config.mode == "server":
-        from rlplus.train.rollout.server_engine import ServerEngine
-
-        return ServerEngine(config, model_path, **settings)
-    name = _choose(config.engine)
-    logger.info("rollout engine: %s, %s (rollout.engine is %r)", name, config.mode, config.engine)
-    config = config.model_copy(update={"engine": name})
-    _check_devices(config)
-    if adapters is not None:
-        if name != "vllm":
-            raise ValueError(f"rollout.lora adapters needs vLLM, which is not installed: {_INSTALL}")
-        settings["adapters"] = adapters
-    if config.mode == "process":
-        from rlplus.train.rollout.process_engine import ProcessEngine
-
-        return ProcessEngine(config, model_path, **settings, pad_token_id=pad_token_id, seed=seed)
-    if name == "vllm":
-        from rlplus.train.rollout.vllm_engine import VLLMEngine
-
-        return VLLMEngine(config, model_path, **settings, seed=seed)
-    from rlplus.train.rollout.transformers_engine import TransformersEngine
-
-    return TransformersEngine(config, model_path, **settings, pad_token_id=pad_token_id)
-
-
-_INSTALL = f"{install_command('vllm')} (CUDA) or {install_command('cpu')}"
+        place = SERVERS["vllm" if config.engine == "auto" else config.engine]
+    else:
+        if installed_vllm() is None:
+            check_engine(config)  # ValueError for what only vLLM has
+        name = _choose(config.engine)
+        logger.info("rollout engine: %s, %s (rollout.engine is %r)", name, config.mode, config.engine)
+        config = config.model_copy(update={"engine": name})
+        _check_devices(config)
+        place = "process_engine.ProcessEngine" if config.mode == "process" else ENGINES[name]
+    module, _, kind = place.partition(".")
+    engine: RolloutEngine = getattr(import_module(f"{__name__}.{module}"), kind)(
+        config,
+        model_path,
+        dtype=dtype,
+        max_model_len=max_model_len,
+        end_ids=end_ids,
+        pad_token_id=pad_token_id,
+        seed=seed,
+        trust_remote_code=trust_remote_code,
+        config_path=config_path,
+        adapters=adapters,
+    )
+    return engine
 
 
 def _check_devices(config: RolloutConfig) -> None:
     """ValueError if this machine's ranks or GPUs do not suffice for the configured engines."""
     size = config.tensor_parallel_size
     world = dist.get_world_size() if dist.is_initialized() else 1
-    if size > 1 and config.engine != "vllm":
-        raise ValueError(f"rollout.tensor_parallel_size {size} needs vLLM, which is not installed: {_INSTALL}")
-    for key in ("sleep", "vllm"):
-        if getattr(config, key) and config.engine != "vllm":
-            raise ValueError(f"rollout.{key} needs vLLM, which is not installed: {_INSTALL}")
     local = ranks_here()
     if config.mode == "colocated" and dist.is_initialized():
         # A group of ranks across machines would send every layer's activations over the network.
@@ -147,22 +133,19 @@ def _check_devices(config: RolloutConfig) -> None:
 
 
 def _choose(engine: str) -> str:
-    if engine == "transformers":
-        return engine
-    if find_spec("vllm") is None:
-        if engine == "auto":
-            return "transformers"
-        raise ValueError(
-            f"rollout.engine is 'vllm', but vLLM is not installed: {_INSTALL}, or set rollout.engine=transformers"
-        )
-    from rlplus.train.rollout.vllm_engine import import_vllm
+    """The engine that runs, of which "auto" leaves the choice; ValueError if it is vLLM and does not import."""
+    if engine == "auto":
+        engine = "transformers" if installed_vllm() is None else "vllm"
+    if engine == "vllm":
+        from rlplus.train.rollout.vllm_engine import import_vllm
 
-    try:
-        import_vllm()
-    except (ImportError, OSError) as error:
-        # A broken installation is not a missing one: falling back here would hide it.
-        raise ValueError(
-            f"vLLM is installed but does not import ({error}): install it again by {_INSTALL} (then uninstall "
-            "torchvision, torchaudio and torchcodec, which want CUDA), or set rollout.engine=transformers"
-        ) from error
-    return "vllm"
+        try:
+            import_vllm()
+        except (ImportError, OSError) as error:
+            # A broken installation is not a missing one: falling back here would hide it.
+            install = f"{install_command('vllm')} (CUDA) or {install_command('cpu')}"
+            raise ValueError(
+                f"vLLM is installed but does not import ({error}): install it again by {install} (then uninstall "
+                "torchvision, torchaudio and torchcodec, which want CUDA), or set rollout.engine=transformers"
+            ) from error
+    return engine

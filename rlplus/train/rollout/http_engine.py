@@ -41,6 +41,7 @@ class HttpEngine(ABC):
         end_ids: Sequence[int],
         trust_remote_code: bool = False,
         config_path: str | None = None,
+        **_: Any,  # other engines' arguments
     ) -> None:
         assert config.server_url is not None
         self._http = Requests(split(config.server_url), self.kind)

@@ -86,7 +86,10 @@ class Completion:
 
 
 class RolloutEngine(Protocol):
-    """A further engine is a class with these methods, a branch in `make_engine` and a value of `rollout.engine`."""
+    """A further engine is a class with these methods, which takes the arguments of `make_engine`.
+
+    It has a line in `ENGINES` or `SERVERS` there, and a value of `rollout.engine`.
+    """
 
     name: str
 

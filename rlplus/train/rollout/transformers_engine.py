@@ -10,13 +10,21 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PretrainedConfig
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    AutoConfig,
+    AutoModelForCausalLM,
+    GenerationConfig,
+    PretrainedConfig,
+)
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
 from transformers.utils import logging as transformers_logging
 
 from rlplus.common import activity
 from rlplus.common.kept_sets import KeptSets
 from rlplus.train.config import RolloutConfig
-from rlplus.train.rollout.attention import attend_without_copies
 from rlplus.train.rollout.clock import Clock
 from rlplus.train.rollout.expert_routing import Recorder
 from rlplus.train.rollout.protocol import (
@@ -32,6 +40,7 @@ from rlplus.train.rollout.protocol import (
 from rlplus.train.rollout.push import watched
 
 BLOCK = 256  # probabilities that are added up before one of them is looked for
+ATTENTION = "rlplus_sdpa"  # the name of ours in transformers
 
 
 def draw(logits: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
@@ -104,6 +113,7 @@ class TransformersEngine:
         pad_token_id: int,
         trust_remote_code: bool = False,
         config_path: str | None = None,
+        **_: Any,  # other engines' arguments
     ) -> None:
         model_config = AutoConfig.from_pretrained(config_path or model_path, trust_remote_code=trust_remote_code)
         with _forked_rng(), whole_model(), _no_progress_bar():
@@ -124,7 +134,7 @@ class TransformersEngine:
         self._push_timeout_s = config.push_timeout_s
         self.clock = Clock("the generation", "rollout.progress_timeout_s", config.progress_timeout_s)
         self._failure: str | None = None
-        attend_without_copies(self._model)
+        _attend_without_copies(self._model)
         if config.head_dtype == "float32" and model.dtype != torch.float32:
             _multiply_in_fp32(self._model.get_output_embeddings())
         # generate() fills every setting left open from here: a penalty of the model's own would change the sampling.
@@ -339,3 +349,31 @@ def _no_progress_bar() -> Iterator[None]:
     finally:
         if shown:
             transformers_logging.enable_progress_bar()
+
+
+def attend(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
+) -> tuple[Tensor, None]:
+    """transformers' `sdpa` without its copies of shared keys and values, one per query head, under a mask.
+
+    query (B, H, T, D), key and value (B, K, S, D), attention_mask (B or 1, H or 1, T, S) -> (B, T, H, D). For T = 1 the
+    H / K query heads that share keys are passed as so many queries of one head: (B, K, H / K, D).
+    """
+    shared = getattr(module, "num_key_value_groups", 1)
+    one_mask = attention_mask is not None and attention_mask.shape[1] == 1  # all heads share it
+    if shared == 1 or query.shape[2] > 1 or not one_mask or options.get("position_bias") is not None:
+        whole: tuple[Tensor, None] = sdpa_attention_forward(module, query, key, value, attention_mask, **options)
+        return whole
+    queries = query.squeeze(2).unflatten(1, (-1, shared))
+    out, _ = sdpa_attention_forward(None, queries, key, value, attention_mask, **options)
+    return out.transpose(1, 2).flatten(1, 2).unsqueeze(1), None
+
+
+def _attend_without_copies(model: Any) -> None:
+    """Replace transformers' `sdpa` by `attend` in this model, if it uses that."""
+    if model.config._attn_implementation == "sdpa" and model._can_set_attn_implementation():
+        model.set_attn_implementation(ATTENTION)
+
+
+AttentionInterface.register(ATTENTION, attend)
+AttentionMaskInterface.register(ATTENTION, sdpa_mask)

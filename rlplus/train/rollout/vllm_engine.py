@@ -74,6 +74,7 @@ class VLLMEngine:
         trust_remote_code: bool = False,
         config_path: str | None = None,
         adapters: Adapters | None = None,
+        **_: Any,  # other engines' arguments
     ) -> None:
         self._vllm = import_vllm()
         self._cpu = _on_cpu()
