@@ -1,4 +1,4 @@
-"""What bench/peers.py calls: it exists in the pinned releases, and what can run here computes its loss."""
+"""The calls of bench/peers.py: they exist in the pinned releases, and peers that need no GPU compute their loss."""
 
 import ast
 import json
@@ -68,7 +68,7 @@ CALLS = {
     ],
     "quack-kernels": [("quack.linear_cross_entropy", "chunked_linear_cross_entropy", "x weight target")],
 }
-# What is true of a module's text, and is said of it in bench/ or docs/kernels.md.
+# Parts of a module's text behind a statement in bench/ or docs/kernels.md.
 SAID = [
     ("liger-kernel", "liger_kernel.ops.backends._cutedsl.cross_entropy", 'impl_name="nvidia-cutedsl"'),
     ("liger-kernel", "liger_kernel.chunked_loss.fused_linear_ppo", "grad_logits @ weight_chunk.float()"),
