@@ -8,8 +8,7 @@ from pydantic import AfterValidator, Field, model_validator
 
 from rlplus.common.section import Fraction, PathText
 from rlplus.common.teacher_states import TeacherStates, digest
-from rlplus.train.algorithm.recipe_base import RecipeOptions
-from rlplus.train.algorithm.run_settings import RunSettings
+from rlplus.train.algorithm.recipe_base import RecipeOptions, RunSettings
 
 
 def demonstration_template(template: str) -> str:

@@ -13,8 +13,7 @@ from rlplus.common.errors import hint
 from rlplus.common.lazy import import_function
 from rlplus.common.section import Count, Fraction, NonNegative, Positive, Section
 from rlplus.train.algorithm.distillation_options import Distill, SelfDistill
-from rlplus.train.algorithm.recipe_base import Cost, HeadKind, RecipeOptions
-from rlplus.train.algorithm.run_settings import RunSettings
+from rlplus.train.algorithm.recipe_base import Cost, HeadKind, RecipeOptions, RunSettings
 
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 Exponent = Annotated[float, Field(ge=-4, le=4)]  # the entropy of 2^18 tokens is 12.5, of which e^50 fits fp32
@@ -61,14 +60,32 @@ class Gate(RecipeOptions):
         return self.solved == 0
 
 
-class Prefix(RecipeOptions):
+class _Prefixed(RecipeOptions):
+    """Responses that begin with a part of the prompt's demonstration."""
+
+    in_place: ClassVar[bool] = False
+
+    @property
+    def cost(self) -> Cost:
+        return Cost(own_demonstrations=False)
+
+    def problems(self, config: RunSettings) -> Iterator[str]:
+        limit = config.rollout.max_response_length
+        if config.max_demonstration_length > limit:
+            yield (
+                "want data.max_demonstration_length at most rollout.max_response_length, so that a token is sampled; "
+                f"got {config.max_demonstration_length} and {limit}"
+            )
+        if config.rollout.environment is not None:
+            yield "it does not support rollout.environment"
+
+
+class Prefix(_Prefixed):
     """Responses that begin with the first tokens of the prompt's demonstration; the rest is sampled (UFT, Prefix-RFT).
 
     In step t, from 1 on, p(t) falls from `high` to `low` over `steps` steps. Of the schedules that have it only
     "window" goes on with prefixes then.
     """
-
-    in_place: ClassVar[bool] = False
 
     name: Literal["prefix"] = "prefix"
     schedule: Literal["binomial", "random", "window", "linear", "cosine", "fixed"] = "binomial"
@@ -94,10 +111,6 @@ class Prefix(RecipeOptions):
     def trains_demonstrations(self) -> bool:
         return self.trained
 
-    @property
-    def cost(self) -> Cost:
-        return Cost(own_demonstrations=False)
-
     @model_validator(mode="after")
     def _check(self) -> Self:
         if self.low > self.high:
@@ -108,20 +121,18 @@ class Prefix(RecipeOptions):
         return self
 
     def problems(self, config: RunSettings) -> Iterator[str]:
-        yield from _problems_of_prefixes(config)
+        yield from super().problems(config)
         group = config.rollout.group_size
         if self.members is not None and self.members > group:
             yield f"want members at most rollout.group_size {group}; got {self.members}"
 
 
-class PrefixSearch(RecipeOptions):
+class PrefixSearch(_Prefixed):
     """Prompts that too few rollouts solve are sampled again in the step, behind a part of their demonstration (BREAD).
 
     Bisection over the number of parts looks for a prefix with which more than `above` and less than `below` of the
     rollouts are right (reward above 0). The last group that was sampled is trained on; its prefix is context only.
     """
-
-    in_place: ClassVar[bool] = False
 
     name: Literal["prefix-search"] = "prefix-search"
     parts: Annotated[int, Field(ge=2)] = 10
@@ -136,10 +147,6 @@ class PrefixSearch(RecipeOptions):
     def trains_demonstrations(self) -> bool:
         return False
 
-    @property
-    def cost(self) -> Cost:
-        return Cost(own_demonstrations=False)
-
     @model_validator(mode="after")
     def _check(self) -> Self:
         if self.above >= self.below:
@@ -147,24 +154,13 @@ class PrefixSearch(RecipeOptions):
         return self
 
     def problems(self, config: RunSettings) -> Iterator[str]:
-        yield from _problems_of_prefixes(config)
+        yield from super().problems(config)
         size = config.rollout.group_size
         if not any(self.above < right / size < self.below for right in range(1, size)):
             yield (
                 "no number of right rollouts of a group is inside above and below: want a rollout.group_size of at "
                 f"least 2 and wider bounds; got {size}, {self.above:g} and {self.below:g}"
             )
-
-
-def _problems_of_prefixes(config: RunSettings) -> Iterator[str]:
-    limit = config.rollout.max_response_length
-    if config.max_demonstration_length > limit:
-        yield (
-            "want data.max_demonstration_length at most rollout.max_response_length, so that a token is sampled; "
-            f"got {config.max_demonstration_length} and {limit}"
-        )
-    if config.rollout.environment is not None:
-        yield "it does not support rollout.environment"
 
 
 class EntropyWeights(RecipeOptions):

@@ -1,10 +1,12 @@
-"""The base class of the options of recipes."""
+"""The base class of the options of recipes, and the settings of a run that they may read."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Protocol
 
 from rlplus.common.section import Section
-from rlplus.train.algorithm.run_settings import RunSettings
+
+if TYPE_CHECKING:
+    from rlplus.train.algorithm.presets import Algorithm
 
 HeadKind = Literal["language", "value"]
 
@@ -18,6 +20,63 @@ class Cost(NamedTuple):
     learner_updates: int | None = None  # each learner's; None = as many as the policy's
     learner_passes: int = 0  # forward passes over a step's samples, besides the learners' updates
     references: int = 0  # copies of the first model that learners need
+
+
+class _Algorithm(Protocol):
+    preset: str
+    objective: dict[str, Any]
+
+    def resolve(self) -> "Algorithm": ...
+
+
+class _Data(Protocol):
+    demonstration: str | None
+    teacher_topk: str | None
+
+
+class _Model(Protocol):
+    @property
+    def lora(self) -> object: ...
+
+
+class _Rollout(Protocol):
+    group_size: int
+    max_response_length: int
+    temperature: float
+    top_k: int
+    function: str | None
+
+    @property
+    def environment(self) -> object: ...
+
+
+class _Train(Protocol):
+    prompts_per_step: int
+    overlap: int
+    sequence_parallel: int
+    shard_head: bool
+
+    @property
+    def backend(self) -> str: ...
+    @property
+    def zero_stage(self) -> int: ...
+
+
+class RunSettings(Protocol):
+    """The configuration as `problems` gets it. A recipe that reads a further setting adds it here."""
+
+    @property
+    def algorithm(self) -> _Algorithm: ...
+    @property
+    def data(self) -> _Data: ...
+    @property
+    def model(self) -> _Model: ...
+    @property
+    def rollout(self) -> _Rollout: ...
+    @property
+    def train(self) -> _Train: ...
+    @property
+    def max_demonstration_length(self) -> int: ...
 
 
 class RecipeOptions(Section):

@@ -34,8 +34,7 @@ class ProcessModel(Policy):
 
     def learn(self, batches: Sequence[MicroBatch], beta: float) -> list[OutcomeLoss]:
         """`backward` of the outcome loss; the outcomes are the batches' `returns`."""
-        ranks = dist.get_world_size()
-        return self.backward(batches, partial(self._outcome_op, beta, ranks))
+        return self.backward(batches, partial(self._outcome_op, beta, dist.get_world_size()))
 
     def _outcome_op(self, beta: float, ranks: int, batch: MicroBatch) -> Callable[..., OutcomeLoss]:
         reference = self.logprob(batch, reference=True)

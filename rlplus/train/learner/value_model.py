@@ -38,8 +38,7 @@ class ValueModel(Learner):
 
     def accumulate(self, batches: Sequence[MicroBatch], clip: float) -> list[ValueLoss]:
         """`backward` of the value loss with targets `returns`, clipped around the batches' `value`."""
-        ranks = dist.get_world_size()
-        return self.backward(batches, partial(_loss_op, clip, ranks))
+        return self.backward(batches, partial(_loss_op, clip, dist.get_world_size()))
 
 
 def _values(hidden: Tensor, weight: Tensor, **_: Any) -> Tensor:
