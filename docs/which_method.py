@@ -211,14 +211,14 @@ def contrast_row(form: str) -> tuple[str, ...]:
     return (form, *map(percent, shares), percent(fmean(shares)), str(found(outcomes)))
 
 
-def form_runs(table: Table) -> str:
-    """The runs of the comparison of two forms that was fixed before them."""
-    return table(registered.RUN_HEADER, iter(registered.run_rows(loaded("form"))))
+def form_runs(table: Table, part: str = "first") -> str:
+    """The runs of a part of the comparison of forms that was fixed before them."""
+    return table(registered.RUN_HEADER, iter(registered.run_rows(loaded("form"), part)))
 
 
-def form_tests(table: Table) -> str:
-    """The three differences of the same comparison, and their tests."""
-    return table(registered.TESTED_HEADER, iter(registered.difference_rows(loaded("form"))))
+def form_tests(table: Table, part: str = "first") -> str:
+    """The differences of a part of the same comparison, and their tests."""
+    return table(registered.TESTED_HEADER, iter(registered.difference_rows(loaded("form"), part)))
 
 
 def forms(table: Table) -> str:

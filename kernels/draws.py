@@ -51,7 +51,8 @@ def draw_rows(
         _draw_kernel[(n,)](
             token, w, logp, slope, sums, partial, values, rows, on, uniform, target, bias, rows.stride(0),
             (V, rows.shape[1], K), (threshold, max(threshold, 1 / most), float(most)), 1 / temperature, softcap,
-            row_temperature, exponentials, tile, together, num_warps=8 if together > 1024 else 4, **FUSION,
+            row_temperature, exponentials, tile, together, num_warps=8 if max(together, 2 * tile) > 1024 else 4,
+            **FUSION,
         )  # fmt: skip
 
 
