@@ -32,10 +32,11 @@ def draw_rows(
     """Fill token int32, w, logp and, behind a softcap, slope, fp32 (n, K), of rows `on` (n,) int32, and sums (n, 4).
 
     rows (n, W): fp32 logits, or exponentials (then without a softcap), as `finish_rows` left them and values, or others
-    whose absolute values have the sum e^LOGSUM; partial (tiles, PARTIALS, n) are the sums of `tile` columns each, a
-    power of 2. K of at least most + 2. sums has each row's number of elements, whether its threshold was raised to
-    1 / most, since it would keep more, and estimates without a bias of the sum of w's variances and of the sum of
-    squares of the gradient of logprob by z. A row that has a NaN keeps nothing.
+    whose absolute values have the sum e^LOGSUM; partial (tiles, PARTIALS, n) fp32 are the sums of `tile` columns each,
+    a power of 2, with the reference of values where `rows` are others. K of at least most + 2. sums has each row's
+    number of elements, whether its threshold was raised to 1 / most, since it would keep more, and estimates without a
+    bias of the sum of w's variances and of the sum of squares of the gradient of logprob by z. A row that has a NaN
+    keeps nothing.
     """
     check(values, target, row_temperature)
     check_rows("rows", rows, len(target), V, None if exponentials else float32)
@@ -44,8 +45,9 @@ def draw_rows(
     if n != len(target) or token.dtype != int32 or most + 2 > K or (exponentials and softcap is not None):
         got = f"{token.dtype} {tuple(token.shape)}, most {most}, softcap {softcap}"
         raise ValueError(f"want token int32 ({len(target)}, most + 2), exponentials without a softcap; got {got}")
-    if partial.shape != (tiles, PARTIALS.value, n) or not partial.is_contiguous():
-        raise ValueError(f"want partial ({tiles}, {PARTIALS.value}, {n}), contiguous; got {tuple(partial.shape)}")
+    if tile & (tile - 1) or partial.shape != (tiles, PARTIALS.value, n) or not partial.is_contiguous():
+        want = f"tile a power of 2, and partial ({tiles}, {PARTIALS.value}, {n}), contiguous"
+        raise ValueError(f"want {want}; got {tile} and {tuple(partial.shape)}")
     if n:
         together = triton.next_power_of_2(tiles)
         _draw_kernel[(n,)](
@@ -57,13 +59,12 @@ def draw_rows(
 
 
 @triton.jit
-def _masses(partial, n, count, shift, TILES: tl.constexpr):
-    """The mass of each of a row's tiles."""
+def _mass(partial, tiles, there, n, reference, logsum):
+    """The mass of a row's tiles."""
     N = tl.num_programs(0)
-    tiles = tl.arange(0, TILES)
     part = partial + (tiles * PARTIALS).to(tl.int64) * N + n
-    there = tiles < count
-    return tl.load(part + N, there, 0.0) * _exp(_floor(tl.load(part, there, 0.0) - shift))
+    shift = _floor(tl.load(part, there, 0.0) - reference - logsum)
+    return tl.where(there, tl.load(part + N, there, 0.0) * _exp(shift), 0.0)  # 0 times infinity where there is none
 
 
 @triton.jit
@@ -110,35 +111,37 @@ def _tails(
 
 @triton.jit
 def _keep(
-    token, w, logp, slope, mass, tail, level, u, row, sizes, y, reference, logsum, bias, inv_temperature, softcap,
-    EXPONENTIALS: tl.constexpr, BLOCK_V: tl.constexpr,
+    token, w, logp, slope, partial, n, mass, tail, level, u, row, sizes, y, reference, logsum, bias, inv_temperature,
+    softcap, EXPONENTIALS: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     """Store the elements that are kept; their number, and estimates of the sums of squares of small p and of all."""
     K = sizes[2]
-    tiles = tl.arange(0, mass.shape[0])
     after = u * level + tl.cumsum(tail, 0)
     before = after - tail
     hit = (tl.floor(after / level) > tl.floor(before / level)) & (tail > 0)
-    read = (hit | (mass >= level)).to(tl.int32)
-    least = tl.where(mass >= level, level, 2.0)  # of a large p; a tile with less has none
+    heavy = (mass >= level).to(tl.int32)
+    read = (hit | (heavy > 0)).to(tl.int32)
     rank = tl.where(read > 0, tl.cumsum(read, 0), 0)
-    count = tl.sum(tl.zeros_like(tiles), 0)
+    codes = 2 * tl.arange(0, mass.shape[0]) + heavy  # one sum over the tiles finds both
+    count = tl.sum(heavy * 0, 0)
     small = 0.0
     square = 0.0
     for k in range(1, tl.sum(read, 0) + 1):
-        here = rank == k
-        tile = tl.sum(tl.where(here, tiles, 0), 0)
+        code = tl.sum(tl.where(rank == k, codes, 0), 0)
+        start = tl.sum(tl.where(rank == k, before, 0.0), 0)
+        tile = code // 2
+        is_heavy = code % 2 > 0
         v, raw, lp, p = _probabilities(
             row, tile, sizes, y, reference, logsum, bias, inv_temperature, softcap, EXPONENTIALS, BLOCK_V
         )
-        big = p >= tl.sum(tl.where(here, least, 0.0), 0)
+        big = p >= tl.where(is_heavy, level, 2.0)  # a light tile has no large p, though one may be rounded up to it
         rest = tl.where(big, 0.0, p)
-        start = tl.sum(tl.where(here, before, 0.0), 0)
         start -= tl.floor(start / level) * level
-        # The stored exponentials are rounded: together they are to have the mass by which the tile was chosen.
-        of_tail = tl.sum(tl.where(here, tail, 0.0), 0) / tl.maximum(tl.sum(rest, 0), 1e-37)
-        sum_after = start + tl.cumsum(rest, 0) * of_tail
-        sum_before = sum_after - rest * of_tail
+        # The stored exponentials are rounded: those of a light tile together have the mass by which it was chosen.
+        total = tl.sum(rest, 0)
+        whole = tl.where(is_heavy, total, _mass(partial, tile, tile >= 0, n, reference, logsum))
+        sum_after = start + tl.cumsum(rest, 0) * (whole / tl.maximum(total, 1e-37))
+        sum_before = sum_after - rest * (whole / tl.maximum(total, 1e-37))
         passed = (tl.floor(sum_after / level) > tl.floor(sum_before / level)) & (rest > 0)
         kept = big | passed
         place = count + tl.cumsum(kept.to(tl.int32), 0) - 1
@@ -149,7 +152,7 @@ def _keep(
         tl.store(logp + place, lp, ok)
         if slope is not None:
             tl.store(slope + place, _softcap_slope(_x(raw, v, v < sizes[0], bias, inv_temperature), softcap), ok)
-        count += tl.sum(kept.to(tl.int32), 0)
+        count = tl.minimum(count + tl.sum(kept.to(tl.int32), 0), K)
         each = tl.where(kept, weight * p, 0.0)
         square += tl.sum(each, 0)
         small += tl.sum(tl.where(big, 0.0, each), 0)
@@ -182,7 +185,8 @@ def _draw_kernel(
     variance = 0.0
     square = 0.0
     if (tl.load(on + n) != 0) & (entropy == entropy):
-        mass = _masses(partial, n, tl.cdiv(V, BLOCK_V), reference + logsum, TILES)
+        tiles = tl.arange(0, TILES)
+        mass = _mass(partial, tiles, tiles < tl.cdiv(V, BLOCK_V), n, reference, logsum)
         tail, large = _tails(
             mass, level, row, sizes, y, reference, logsum, bias, inv_temperature, softcap, EXPONENTIALS, BLOCK_V
         )
@@ -193,8 +197,8 @@ def _draw_kernel(
                 mass, level, row, sizes, y, reference, logsum, bias, inv_temperature, softcap, EXPONENTIALS, BLOCK_V
             )
         count, small, square = _keep(
-            token + n * K, w + n * K, logp + n * K, slope, mass, tail, level, tl.load(uniform + n), row, sizes, y,
-            reference, logsum, bias, inv_temperature, softcap, EXPONENTIALS, BLOCK_V,
+            token + n * K, w + n * K, logp + n * K, slope, partial, n, mass, tail, level, tl.load(uniform + n), row,
+            sizes, y, reference, logsum, bias, inv_temperature, softcap, EXPONENTIALS, BLOCK_V,
         )  # fmt: skip
         variance = level * tl.sum(tail, 0) - small
         miss = _expm1(logprob)

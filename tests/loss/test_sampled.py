@@ -23,6 +23,7 @@ from rlplus.loss.operations import sampled_library
 CPP = pytest.param("cpp", marks=pytest.mark.skipif(native.load() is None, reason="rlplus/_C.so is not built"))
 DEVICE = {"triton": "cuda" if torch.cuda.is_available() else "cpu"}
 EVERY = pytest.mark.parametrize("backend", ["torch", CPP, "triton"])
+EACH = ("torch", "triton")
 FAST = pytest.mark.parametrize("backend", ["torch", CPP])  # many calls, or long rows: interpreted kernels take minutes
 PLAIN = Objective("ratio", "mis")
 FP32, FP64, BF16, FP16 = torch.float32, torch.float64, torch.bfloat16, torch.float16
@@ -226,6 +227,17 @@ def test_all_backends_keep_the_same_elements(monkeypatch: pytest.MonkeyPatch) ->
         assert one["stats"]["sampled_elements"] == runs[0]["stats"]["sampled_elements"]
         for name in ("dhidden", "dweight", "dbias"):
             torch.testing.assert_close(one[name], runs[0][name], rtol=1e-3, atol=1e-5)
+
+
+def test_logits_far_from_zero_are_drawn_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where e^-logsumexp is infinite, and a flat row, whose threshold is raised; five tiles a row."""
+    monkeypatch.setattr(tiling, "DRAWN", Block(256, 4))
+    z, target = logits(3, 1200, 2), torch.tensor([0, 7, 1199])
+    z[1] *= 0.1
+    slopes = torch.tensor([1.0, -2.0, 0.5]), torch.zeros(3)
+    torch_one, triton = (of_logits(name, z - 120, target, slopes, seed=3, **sampled(2.0**-12)) for name in EACH)
+    assert (torch_one[1] != 0).sum() > MOST / 2
+    torch.testing.assert_close(triton, torch_one, rtol=1e-3, atol=1e-5)
 
 
 @EVERY

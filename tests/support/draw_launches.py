@@ -18,6 +18,7 @@ def draw_launches() -> Iterator[tuple[str, bool, Callable[[], Any]]]:
     out = (torch.empty(n, K, dtype=torch.int32), torch.empty(n, K), torch.empty(n, K))
     values, ones = torch.empty(n, WIDTH.value), torch.ones(n, dtype=torch.int32)
     target, sums, uniform = torch.zeros(n, dtype=torch.int64), torch.empty(n, draws.SUMS.value), torch.empty(n)
+    plain = (None, 1.0)
     every = (torch.empty(V, dtype=torch.bfloat16), 1.0, 30.0, torch.ones(n))
 
     def launch(
@@ -28,8 +29,8 @@ def draw_launches() -> Iterator[tuple[str, bool, Callable[[], Any]]]:
         return partial(draws.draw_rows, *out, slope, sums, *rows, *options, exponentials=exponentials)
 
     for tile in (256, 128):
-        yield f"exponentials, tiles of {tile}", False, launch(torch.bfloat16, tile, None, (None, 1.0), exponentials=True)
+        yield f"exponentials, tiles of {tile}", False, launch(torch.bfloat16, tile, None, plain, exponentials=True)
     tile = DRAWN.BLOCK_V
-    yield f"gradients, tiles of {tile}", False, launch(torch.float32, tile, None, (None, 1.0), exponentials=True)
-    for options, slope, where in (((None, 1.0), None, ""), (every, torch.empty(n, K), ", every option")):
+    yield f"gradients, tiles of {tile}", False, launch(torch.float32, tile, None, plain, exponentials=True)
+    for options, slope, where in ((plain, None, ""), (every, torch.empty(n, K), ", every option")):
         yield f"logits, tiles of {tile}{where}", False, launch(torch.float32, tile, slope, options, exponentials=False)

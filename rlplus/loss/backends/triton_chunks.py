@@ -54,6 +54,7 @@ class Work:
         for rows in self._spans():
             head = self.head.rows(rows)
             n = len(head.target)
+            self.partial = None  # before the next one is there
             self.logits = self._of(logits, n)
             self.exponentials = self._of(buffer, n)
             if self.stored is not None:

@@ -35,7 +35,7 @@ def draws(head: Head, on: Tensor, scratch_bytes: float) -> Iterator[tuple[Index,
             way = way_of(head, gradient=kept, bonus=True)
             if kept and (way.exponentials is None or way.tile is None):
                 way = Way(None, None, head.dtype)
-            for rows, part, values in (work := Work(head, way, which, scratch_bytes, by_tile=True)).chunks():
+            for rows, part, values in (work := Work(head, way, which, scratch_bytes, by_tile=kept)).chunks():
                 yield rows, _drawn(work, part, values, on[rows])
 
 
@@ -46,13 +46,12 @@ def _drawn(work: Work, head: Head, values: Tensor, on: Tensor) -> Drawn:
     rows = work.logits if work.exponentials is None else work.exponentials
     logprob = values[:, LOGPROB.value].clone()
     entropy = values[:, ENTROPY.value].clone()
-    if rows is None or not n:
+    if rows is None or work.partial is None or not n:
         none = new(0)
         number = head.target[:0]
         zeros = torch.zeros_like(logprob)
         return Drawn(logprob, entropy, number, number, none, none, None, None, zeros, zeros, zeros != 0)
     slope = None if head.softcap is None else new(n, K)
-    assert work.partial is not None
     masses = Masses(work.partial, work.tile)
     token, w, logp, sums = _draw(head, rows[:n], masses, values, on, slope, exponentials=rows is work.exponentials)
     count, flat, variance, square = sums.unbind(1)
@@ -66,9 +65,11 @@ def _drawn(work: Work, head: Head, values: Tensor, on: Tensor) -> Drawn:
 def draw(head: Head, dz: Tensor, size: Tensor, on: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     """As `drawn_gradients.Draw` has it: absolute values of dz are exponentials whose sum is known."""
     tile = tiling.DRAWN.BLOCK_V
-    partial = dz.new_zeros(-(-dz.shape[1] // tile), PARTIALS.value, len(dz))
-    for columns, part in zip(dz.split(tile, 1), partial, strict=True):
-        part[1] = torch.linalg.vector_norm(columns, 1, dim=1)
+    V = dz.shape[1]
+    partial = dz.new_zeros(-(-V // tile), PARTIALS.value, len(dz))
+    whole = V - V % tile
+    partial[: V // tile, 1] = torch.linalg.vector_norm(dz[:, :whole].unflatten(1, (-1, tile)), 1, dim=2).T
+    partial[V // tile :, 1] = torch.linalg.vector_norm(dz[:, whole:], 1, dim=1)
     values = dz.new_zeros(len(dz), WIDTH.value)
     values[:, LOGSUM.value] = torch.where(on, size, 1.0).log()
     plain = Head(head.hidden, head.weight, None, torch.full_like(head.target, -1), 1.0)
