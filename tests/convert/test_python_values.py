@@ -57,8 +57,8 @@ SCRIPTS: dict[str, tuple[str, dict[str, Any], set[str]]] = {
         {}, {"a", "b", "c", "d", "e", "f"},
     ),
     "containers": (
-        "B = [1, 2]\nD = {'x': 3, 'y': [4]}\nGRPOConfig(a=B, b=D['x'], c=(1, 'z'), d=D['y'][0])",
-        {"a": [1, 2], "b": 3, "c": [1, "z"]}, set(),
+        "B = [1, 2]\nD = {'x': 3, 'y': [4]}\nE = [4]\nGRPOConfig(a=B, b=D['x'], c=(1, 'z'), d=E, e=E[0])",
+        {"a": [1, 2], "b": 3, "c": [1, "z"]}, {"d", "e"},
     ),
     "list changed": ("B = [1, 2]\nB.append(3)\nGRPOConfig(a=B)", {}, {"a"}),
     "list changed by a function": ("B = [1, 2]\ndef f(x):\n    x.append(3)\nf(B)\nGRPOConfig(a=B)", {}, {"a"}),

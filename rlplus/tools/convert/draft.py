@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from rlplus.tools.convert.expressions import LIMIT
+from rlplus.tools.convert.names import LIMIT
 from rlplus.train.config.synonyms import ending
 
 

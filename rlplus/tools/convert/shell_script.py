@@ -39,7 +39,10 @@ TARGET = re.compile(rf"({NAME})(?:(\+?=).*)?", re.A | re.DOTALL)
 NAMED = re.compile(rf"(?<![\w$.{{/-])({NAME})|^\{{({NAME})\}}[<>&]|^-\w*", re.A)
 # What arithmetic and expansions set, wherever they are; arithmetic is taken to reach to the end of its line.
 DEFAULTED = re.compile(rf"\$\{{({NAME})(?:\[[^]]*\])?:?=", re.A)
-ARITHMETIC = re.compile(rf"(?:\(\(.*?\)\)|\$\[|\[\[|\w\[|\$\{{{NAME}:(?![-=?+])|\blet\b|\b(?:declare|typeset|local|export|readonly)\b[^\n]*\s-\w*i)[^\n]*", re.A | re.DOTALL)
+ARITHMETIC = re.compile(
+    rf"(?:\(\(.*?\)\)|\$\[|\[\[|\w\[|\$\{{{NAME}:(?![-=?+])|\blet\b|\b(?:{'|'.join(DECLARING)})\b[^\n]*\s-\w*i)[^\n]*",
+    re.A | re.DOTALL,
+)
 SET = r"\s*(?:\+\+|--|[-+*/%|&^<>]*=(?!=))"
 COUNTED = re.compile(rf"(?:\+\+|--)\s*({NAME})|(?<![\w$.])({NAME})(?:\[[^]]*\])?{SET}", re.A)
 COUNTING = re.compile(rf"(?:\+\+|--)\s*{NAME}|(?<![\w.]){NAME}{SET}", re.A)
