@@ -156,6 +156,8 @@ def test_what_needs_no_model_is_answered_without_torch(config_file, tmp_path):
         (["train", str(tmp_path / "task.jsonl")], 2, "task.jsonl, a file of data: name it in one, as data.path"),
         (["eval", str(tmp_path / "task.jsonl")], 2, "task.jsonl': it is a file of data, for --data"),
         ([*train, "--train.steps=3"], 2, "--train.steps=3; keys of the configuration have no dashes: train.steps=3"),
+        (["verify", "nowhere", "--step", "0"], 2, "argument --step: want an integer of at least 1; got 0"),
+        (["compare", str(config_file), "--first-seed", "-1"], 2, "--first-seed: want an integer of at least 0; got -1"),
         (["compare", str(config_file), "--presets", "grpo,grpo"], 2, "want each name once with --presets; got 'grpo'"),
         (["plan", str(config_file), path[0], f"{path[1]}=a/b/c"], 2, "hub name; got 'a/b/c': no such folder"),
         (["eval", str(config_file)], 2, f"want a trained model in {run}/model"),

@@ -6,10 +6,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
 from rlplus.common import rank_variables
-from rlplus.tools.cli.common import YAML, add_configuration, quiet_imports, terminal
+from rlplus.tools.cli.common import YAML, Commands, add_configuration, quiet_imports, terminal
 
 if TYPE_CHECKING:
-    from rlplus.tools.cli.common import Commands
     from rlplus.train.config import Config
     from rlplus.train.evaluation import Evaluation
 
@@ -18,7 +17,7 @@ UNREAD = ("data", "algorithm", "checkpoint", "log", "validation")  # sections ab
 READ = "data.response_prefix"  # the exception: it is part of the response that is graded
 
 
-def add(commands: "Commands") -> None:
+def add(commands: Commands) -> None:
     """Add the command's arguments."""
     evaluate = commands.add_parser("eval", help="pass@1 and pass@k of a model on benchmarks or a configuration's data")
     evaluate.add_argument("--model", help="Hugging Face folder; default: output_dir/model of the run or its last stage")

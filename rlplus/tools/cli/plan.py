@@ -9,16 +9,23 @@ from typing import TYPE_CHECKING
 
 from rlplus.common import activity
 from rlplus.common.errors import RunFailed
-from rlplus.tools.cli.common import KNOWN_GPUS, YAML, add_configuration, naming_stage, quiet_imports, saying_phases
+from rlplus.tools.cli.common import (
+    KNOWN_GPUS,
+    YAML,
+    Commands,
+    add_configuration,
+    naming_stage,
+    quiet_imports,
+    saying_phases,
+)
 
 if TYPE_CHECKING:
-    from rlplus.tools.cli.common import Commands
     from rlplus.tools.plan import Plan
     from rlplus.tools.plan.data_report import DataPlan
     from rlplus.train.config import Config
 
 
-def add(commands: "Commands") -> None:
+def add(commands: Commands) -> None:
     """Add the command's arguments."""
     plan = commands.add_parser("plan", help="memory of each GPU by part, and a rough time, before a run")
     plan.add_argument("--gpus", type=int, help="how many; default: this machine's, or 8")

@@ -4,17 +4,13 @@ import argparse
 import logging
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from rlplus.tools.cli.common import labels_of
-
-if TYPE_CHECKING:
-    from rlplus.tools.cli.common import Commands
+from rlplus.tools.cli.common import Commands, labels_of
 
 logger = logging.getLogger(__name__)
 
 
-def add(commands: "Commands") -> None:
+def add(commands: Commands) -> None:
     """Add the command's arguments."""
     report = commands.add_parser("report", help="curves, results and samples of runs and evaluations as one HTML file")
     report.add_argument(
