@@ -9,7 +9,9 @@ from comparisons import EXPERIMENTS, FILE, written
 
 from rlplus.common.errors import RunFailed
 from rlplus.tools.cli.compare import _names
-from rlplus.tools.compare import BASE, MARK, Runner, load_comparison, run_comparison
+from rlplus.tools.compare.comparing import MARK, run_comparison
+from rlplus.tools.compare.config import BASE, load_comparison
+from rlplus.tools.compare.launches import Runner
 from rlplus.tools.compare.prepared import NOTE
 
 GSM8K = EXPERIMENTS.parent / "configs/compare/gsm8k.yaml"

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 from counted_evaluations import evaluation
 
-from rlplus.tools.compare import BASE, Results, page
-from rlplus.tools.compare.config import Comparison
-from rlplus.tools.compare.outcomes import Outcome
+from rlplus.tools.compare import page
+from rlplus.tools.compare.config import BASE, Comparison
+from rlplus.tools.compare.outcomes import Outcome, Results
 from rlplus.tools.report.tables import Table
-from rlplus.train.evaluation import Estimate
+from rlplus.train.evaluation.estimates import Estimate
 
 PROBLEMS = 200
 

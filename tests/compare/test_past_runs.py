@@ -11,11 +11,11 @@ from report_pages import step_line
 from trainer_runs import run_config
 
 from rlplus.tools.cli import main
-from rlplus.tools.compare import BASE, Results, page
-from rlplus.tools.compare.config import Comparison
-from rlplus.tools.compare.outcomes import Outcome
+from rlplus.tools.compare import page
+from rlplus.tools.compare.config import BASE, Comparison
+from rlplus.tools.compare.outcomes import Outcome, Results
 from rlplus.tools.compare.past_runs import TITLE, results_of
-from rlplus.train.evaluation import save_results
+from rlplus.train.evaluation.results import save_results
 
 RIGHT = {("grpo", 3): [2, 4, 0, 8], ("grpo", 7): [1, 4, 1, 8], ("rlplus", 3): [5, 4, 2, 8], ("rlplus", 7): [6, 4, 2, 8]}
 BASE_RIGHT = [1, 0, 0, 7]

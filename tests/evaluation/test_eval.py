@@ -40,7 +40,7 @@ def test_lengths_fit_the_positions_of_the_model(tmp_path, monkeypatch, capsys):
 
     options = [model, "--data", "bench.jsonl", "rollout.engine=transformers", "model.dtype=float32"]
     with monkeypatch.context() as patch:
-        patch.setattr("rlplus.train.evaluation.evaluate_model", evaluates)
+        patch.setattr("rlplus.train.evaluation.sample.evaluate_model", evaluates)
         given = [[], ["rollout.max_response_length=40"], ["evaluation.data.max_prompt_length=10"]]
         for lengths in given:
             assert main(["eval", *options, *lengths]) == 2

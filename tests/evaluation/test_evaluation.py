@@ -19,11 +19,12 @@ from trainer_runs import run_config
 
 from rlplus.train.config import load_config
 from rlplus.train.data import Example, byte_tokenizer, load_problems, read_kept
-from rlplus.train.evaluation import Evaluation, evaluate, join, result_table
 from rlplus.train.evaluation.asked import model_identity
 from rlplus.train.evaluation.partial_samples import KeptCalls
-from rlplus.train.evaluation.sample import _calls
+from rlplus.train.evaluation.results import Evaluation, join
+from rlplus.train.evaluation.sample import _calls, evaluate
 from rlplus.train.evaluation.scorers import Scorers, reward_of
+from rlplus.train.evaluation.table import result_table
 from rlplus.train.reward import Score
 from rlplus.train.rollout import Completion, Request, Sampling, respond
 

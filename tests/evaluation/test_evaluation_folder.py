@@ -15,9 +15,10 @@ from rlplus.tools.cli import parse
 from rlplus.tools.cli.evaluate import evaluated
 from rlplus.train.config import load_config
 from rlplus.train.data import Example
-from rlplus.train.evaluation import Evaluation, evaluate_model, load_results, save_results
 from rlplus.train.evaluation.asked import asked_of, differences, model_identity
 from rlplus.train.evaluation.output_folder import check_folder, held, others_in
+from rlplus.train.evaluation.results import Evaluation, load_results, save_results
+from rlplus.train.evaluation.sample import evaluate_model
 
 
 def write_model_files(folder: Path, weights: bytes = bytes(2**21)) -> Path:

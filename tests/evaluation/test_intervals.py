@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from rlplus.train.evaluation import Estimate, paired_difference, pass_at_k, pooled_pass_at, seeds_below
-from rlplus.train.evaluation.estimates import _draw, _of_own_problems, bootstrap
+from rlplus.train.evaluation.estimates import Estimate, _draw, _of_own_problems, bootstrap, pass_at_k
+from rlplus.train.evaluation.results import paired_difference, pooled_pass_at, seeds_below
 
 
 @pytest.mark.parametrize("n", [1, 2, 5, 8])

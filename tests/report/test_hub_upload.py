@@ -19,8 +19,8 @@ from trainer_runs import run_config
 from rlplus import __version__
 from rlplus.tools.cli import main
 from rlplus.tools.report import hidden_keys
-from rlplus.train.evaluation import save_results
 from rlplus.train.evaluation.asked import model_identity
+from rlplus.train.evaluation.results import save_results
 from rlplus.train.trainer import train
 
 TOKEN = "hf_only_the_hub_may_see_this"

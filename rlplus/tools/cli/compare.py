@@ -36,7 +36,8 @@ def run(args: argparse.Namespace) -> None:
     presets = _names("--presets", args.presets)
     settings = _names("--settings", args.settings)
     quiet_imports(ranks=True)  # its children may be
-    from rlplus.tools.compare import compare_past_runs, run_comparison, split_name
+    from rlplus.tools.compare.comparing import compare_past_runs, run_comparison
+    from rlplus.tools.compare.past_runs import split_name
 
     if split_name(args.config) is not None:
         if given := [name for name in OF_TRAINING if getattr(args, name) not in (None, False)]:

@@ -10,7 +10,7 @@ from rlplus.tools.cli.common import YAML, Commands, add_configuration, quiet_imp
 
 if TYPE_CHECKING:
     from rlplus.train.config import Config
-    from rlplus.train.evaluation import Evaluation
+    from rlplus.train.evaluation.results import Evaluation
 
 SHIPPED = Path(__file__).parents[2] / "configs"
 UNREAD = ("data", "algorithm", "checkpoint", "log", "validation")  # sections about a training
@@ -68,7 +68,9 @@ def _evaluate(config: "Config", model: str | None, output: Path, overwrite: bool
     """Evaluate until a signal comes, print the table and write the results. own: the model has no configuration."""
     from rlplus.common.terminal import Terminal, counter
     from rlplus.train.config import SAMPLES, check_evaluation_files
-    from rlplus.train.evaluation import evaluate_model, result_table, save_results
+    from rlplus.train.evaluation.results import save_results
+    from rlplus.train.evaluation.sample import evaluate_model
+    from rlplus.train.evaluation.table import result_table
     from rlplus.train.trainer.ranks import initialize_distributed
     from rlplus.train.trainer.stop import ended_by_signals
 

@@ -98,7 +98,8 @@ def _plan_comparison(args: argparse.Namespace) -> int:
         raise ValueError(f"--data is for a training configuration; {args.config} is a comparison")
     quiet_imports()
     from rlplus.common.terminal import Terminal
-    from rlplus.tools.compare import Runner, load_comparison
+    from rlplus.tools.compare.config import load_comparison
+    from rlplus.tools.compare.launches import Runner
     from rlplus.tools.compare.planned_runs import lines, plan_comparison
     from rlplus.tools.plan import make_cluster
 

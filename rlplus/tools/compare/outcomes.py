@@ -13,7 +13,7 @@ from rlplus.common.textfiles import read_text
 from rlplus.tools.compare.config import Comparison
 from rlplus.tools.report import RunData, load_run
 from rlplus.tools.report.charts import DEMONSTRATIONS, DYNAMICS, NOISE, binned
-from rlplus.train.evaluation import Evaluation
+from rlplus.train.evaluation.results import Evaluation
 
 POINTS = 60  # points of a curve at most
 # Reward, entropy, response length; p of demonstrated tokens; noise of a sampled backward pass.

@@ -11,7 +11,7 @@ from rlplus.tools.compare.config import BASE, Comparison
 from rlplus.tools.compare.outcomes import Results, outcome_of
 from rlplus.tools.report import RunData, load_run
 from rlplus.train.config import check_report_folder, is_run, recorded_config
-from rlplus.train.evaluation import Evaluation, load_results
+from rlplus.train.evaluation.results import Evaluation, load_results
 
 TITLE = "Runs"
 SAME = ("problems", "k", "temperature", "grader")  # fields in which the evaluations of a test set must agree

@@ -20,7 +20,7 @@ from rlplus.tools.report.run_reader import RunData, load_run
 from rlplus.tools.report.samples_text import show_samples
 from rlplus.tools.report.shaded_samples import Moment, moments
 from rlplus.tools.report.tables import seeds_line
-from rlplus.train.evaluation import Evaluation
+from rlplus.train.evaluation.results import Evaluation
 
 __all__ = ["RunData", "load_run", "render", "seeds_line", "show_samples", "write_report"]
 

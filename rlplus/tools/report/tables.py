@@ -7,15 +7,9 @@ from itertools import combinations
 import yaml
 
 from rlplus.tools.report.run_reader import RunData
-from rlplus.train.evaluation import (
-    Estimate,
-    Evaluation,
-    misleading,
-    note_of,
-    paired_difference,
-    pooled_pass_at,
-    seeds_below,
-)
+from rlplus.train.evaluation.clusters import misleading, note_of
+from rlplus.train.evaluation.estimates import Estimate
+from rlplus.train.evaluation.results import Evaluation, paired_difference, pooled_pass_at, seeds_below
 
 WORK = {  # phases of a step that compute, by time/<phase>, and the others
     "generate": "generate",
