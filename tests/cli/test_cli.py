@@ -168,16 +168,7 @@ def test_what_needs_no_model_is_answered_without_torch(config_file, tmp_path):
         (["eval", str(config_file), "--model", "no/one"], 2, "HF_HUB_OFFLINE is set, and the cache"),
         ([*train, "evaluation.data.path=[]", "evaluation.benchmarks=[amc]"], 2, "evaluation.benchmarks hf://lkev"),
         (["eval"], 2, "the following arguments are required: model-or-configuration"),
-        (
-            ["eval", "no/one", "--benchmarks", "amc,gpqa-diamond"],
-            2,
-            "rlplus eval: --benchmarks: want names from aime24, ",
-        ),
-        (
-            ["eval", "no/one", "--template", "foo"],
-            2,
-            "rlplus eval: --template: want own, qwen, simplerl, prime, none; got",
-        ),
+        (["eval", "no/one", "--benchmarks", "amc,gpqa-diamond"], 2, "evaluation.benchmarks: want names from aime24, "),
         (["eval", "no/one", "--data", "nowhere.jsonl"], 2, "want a data file; got --data nowhere.jsonl: no such file"),
         (["eval", f"{tmp_path}/trained"], 2, "want as the first argument a Hugging Face folder or hub name; got"),
         (["eval", f"{tmp_path}/trained"], 2, f"the folder has no config.json; {tmp_path}/trained/model has one"),

@@ -133,7 +133,7 @@ def test_a_model_is_evaluated_without_a_configuration(tmp_path, monkeypatch, cap
     assert main(["samples", "runs/eval/a-model", "-n", "1"]) == 0
     assert "gpqa_diamond, row 7 of the data" in capsys.readouterr().out
     assert main(["eval", "tiny", "--benchmarks", "amc", "--template", "qwem"]) == 2
-    assert "--template: want own, qwen, simplerl" in capsys.readouterr().err
+    assert "evaluation.data.template: want 'own', 'qwen', 'simplerl'" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -196,7 +196,7 @@ def test_no_result_of_an_earlier_evaluation_mixes_in(tmp_path: Path) -> None:
 
 def test_options_of_an_evaluation_take_what_the_manual_names() -> None:
     """Other names of benchmarks, and a function in place of the default grader."""
-    options = ["--benchmarks", "aime, gpqa,amc", "--template", "qwen", "reward.function=graders:mine"]
+    options = ["--benchmarks", "aime24, gpqa_diamond,amc", "--template", "qwen", "reward.function=graders:mine"]
     config = load_config(*evaluated(parse(["eval", "owner/name", *options])))
     assert config.evaluation.benchmarks == ["aime24", "gpqa_diamond", "amc"]
     assert (config.reward.kind, config.reward.function) == (None, "graders:mine")

@@ -3,7 +3,7 @@
 import argparse
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, get_args
+from typing import TYPE_CHECKING
 
 from rlplus.common import rank_variables
 from rlplus.tools.cli.common import YAML, Commands, add_configuration, quiet_imports, terminal
@@ -157,10 +157,10 @@ def _model(args: argparse.Namespace) -> str | None:
 
 
 def evaluated(args: argparse.Namespace) -> tuple[Path, list[str]]:
-    """The configuration's file, and the overrides, including those given as options. ValueError names option or key."""
-    options = {"evaluation.data.path": args.data, "evaluation.data.template": _template(args.template)}
+    """The configuration's file, and the overrides, including those given as options."""
+    options = {"evaluation.data.path": args.data, "evaluation.data.template": args.template}
     if args.benchmarks is not None:
-        options["evaluation.benchmarks"] = f"[{', '.join(_benchmarks(args.benchmarks))}]"
+        options["evaluation.benchmarks"] = f"[{args.benchmarks}]"
     overrides = [f"{key}={value}" for key, value in options.items() if value is not None]
     if (model := _model(args)) is None:
         return Path(args.config), [*overrides, *args.overrides]
@@ -182,27 +182,3 @@ def _check_read(overrides: list[str]) -> None:
         if section in UNREAD and key != READ:
             instead = f"; want evaluation.{key}" if section == "data" else ""
             raise ValueError(f"{key}: an evaluation does not read the section {section}, it trains nothing{instead}")
-
-
-def _benchmarks(text: str) -> list[str]:
-    """The registry's names for --benchmarks, where files may have others."""
-    from rlplus.common.errors import hint
-    from rlplus.train.config import BENCHMARKS, benchmark_name
-
-    names = []
-    for given in filter(None, map(str.strip, text.split(","))):
-        if (name := benchmark_name(given)) is None:
-            near = hint(given, BENCHMARKS)
-            raise ValueError(f"--benchmarks: want names from {', '.join(BENCHMARKS)}; got {given!r}{near}")
-        names.append(name)
-    return names
-
-
-def _template(name: str | None) -> str | None:
-    from rlplus.common.errors import hint
-    from rlplus.train.config import DataConfig
-
-    known = get_args(DataConfig.model_fields["template"].annotation)
-    if name is not None and name not in known:
-        raise ValueError(f"--template: want {', '.join(known)}; got {name!r}{hint(name, known)}")
-    return name
