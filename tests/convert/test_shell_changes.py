@@ -13,7 +13,8 @@ pytestmark = pytest.mark.skipif(BASH is None, reason="bash is not installed")
 
 # Statements behind X=1 and A=(a.e=1 a.f=2), which set one of the two without a plain assignment.
 CHANGES = [
-    "IFS=, read -r X <<< 7", "FOO=1 eval 'X=3'", "command read X <<< 7", "builtin read X <<< 7", "read -rX <<< 7",
+    "IFS=, read -r X <<< 7", "Y=X\ncommand read $Y <<< 7", "Y='X=3'\ne'v'al $Y",
+    "FOO=1 eval 'X=3'", "command read X <<< 7", "builtin read X <<< 7", "read -rX <<< 7",
     "builtin export X=3", "command -p export X=3", "builtin source ./other.sh", "command . ./other.sh",
     "builtin -- eval 'X=3'", "trap 'X=2' DEBUG", "trap 'X=2' DEBUG\nX=1", "exec {X}> f", "exec {X}<> f", "X=1 {X}> f",
     "true {X}<<< a", 'export "X=3"', "export X'=3'", 'export "X=$((1 + 2))"', "Y=X\nexport $Y=3",
