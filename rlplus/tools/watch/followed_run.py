@@ -4,7 +4,7 @@ import json
 import os
 import stat
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,14 +26,9 @@ def check_watched(folder: Path) -> None:
         what = "it is a file" if folder.exists() else f"no such folder (current directory: {Path.cwd()})"
         raise ValueError(f"want the folder of a run, its output_dir; got {folder}: {what}")
     if not any((folder / name).is_file() for name in RUN_FILES):
-        hint = "".join(f"; below it is {below}" for below in _runs_below(folder))
+        below = next((path.parent for name in RUN_FILES for path in sorted(folder.glob(f"*/{name}"))), None)
+        hint = "" if below is None else f"; below it is {below}"
         raise ValueError(f"want the folder of a run; {folder} has no {', no '.join(RUN_FILES)}{hint}")
-
-
-def _runs_below(folder: Path) -> Iterator[Path]:
-    """The first run in a folder of the folder."""
-    found = (path.parent for name in RUN_FILES for path in sorted(folder.glob(f"*/{name}")))
-    yield from [*found][:1]
 
 
 def read_steps(path: Path) -> tuple[list[dict[str, Any]], str]:
