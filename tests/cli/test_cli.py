@@ -301,13 +301,6 @@ def test_reports_that_cannot_be_written_or_read_name_the_file(config_file, tmp_p
     assert f"{run}/metrics.jsonl, line 3: want UTF-8 text; got" in complaint()
 
 
-def test_a_malformed_line_is_named(config_file, tmp_path, capsys):
-    with (tmp_path / "task.jsonl").open("a") as file:
-        file.write('{"prompt": "1+1=", \n')
-    assert main(["train", str(config_file)]) == 2
-    assert "task.jsonl:7: invalid JSON" in capsys.readouterr().err
-
-
 def test_problems_that_cannot_be_used_are_refused_before_the_run(config_file, tmp_path, capsys):
     (tmp_path / "problems.jsonl").write_text('{"prompt": 7, "answer": "7"}\n')
     assert main(["train", str(config_file), f"evaluation.data.path={tmp_path}/problems.jsonl"]) == 2
@@ -335,11 +328,6 @@ def test_the_value_of_resume_may_follow_it(config_file, tmp_path, capsys, option
     assert main(["train", *(text.format(config_file) for text in options), "train.steps=1"]) == 0
     assert main(["train", str(config_file), "--resume", "step-000001", "train.steps=2"]) == 0
     assert "resumed at step 1" in capsys.readouterr().err
-
-
-def test_a_key_without_effect_is_one_message(config_file, capsys):
-    assert main(["train", str(config_file), "rollout.transfer=ipc"]) == 2
-    assert "rollout.transfer would have no effect, leave it out: it is the way of" in capsys.readouterr().err
 
 
 def test_a_run_that_fails_is_one_message(config_file, capsys):

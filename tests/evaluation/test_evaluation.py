@@ -356,17 +356,6 @@ def test_shares_of_several_ranks_join_to_the_whole() -> None:
     assert join([whole], seed=0) == whole
 
 
-def test_evaluate_refuses_before_it_generates() -> None:
-    example = Example(index=0, prompt=(1,), answer="1", demonstration=None)
-    engine = ScriptedEngine()
-    settings = {"samples": 4, "temperature": 1.0, "max_tokens": 4, "seed": 0}
-    cases = [([], [1], "at least one problem"), ([example], [5], "samples=4"), ([example], [], "every k")]
-    for examples, k, message in cases:
-        with pytest.raises(ValueError, match=message):
-            evaluate(engine, score, examples, spell, k=k, **settings)  # type: ignore[arg-type]
-    assert engine.calls == []
-
-
 def test_a_sample_on_which_the_grader_failed_is_neither_right_nor_wrong(caplog: pytest.LogCaptureFixture) -> None:
     """Its status is counted; it counts as wrong only if k exceeds the number of graded samples."""
 
