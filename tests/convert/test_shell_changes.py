@@ -82,6 +82,7 @@ def test_another_way_to_set_a_variable_makes_it_unknown(change: str, tmp_path: P
         ": & P=$!\nwait $P",
         "wait",
         "wait -n",
+        'for node in "$X"; do :; done',
     ],
 )
 def test_what_sets_no_variable_leaves_it_known(change: str, tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ OWN = re.compile(  # variables that bash itself sets, most of them without an as
     r"|MAPFILE|OLDPWD|OPT\w+|OSTYPE|PATH|PIPESTATUS|PPID|PS\d|PWD|S?RANDOM|REPLY|SECONDS|SHELL|SHELLOPTS|SHLVL|TERM|UID"
 )
 DECLARING = {"export", "local", "readonly", "declare", "typeset"}
-SETTING = DECLARING | {"read", "unset", "mapfile", "readarray", "getopts", "let", "printf", "wait", "for", "select"}
+SETTING = DECLARING | {"read", "unset", "mapfile", "readarray", "getopts", "let", "printf", "wait"}
 UNSEEN = {  # run a text that is not seen, or make names stand for one
     "source", ".", "eval", "trap", "enable", "fc", "bind", "alias", "complete", "compgen",
 }  # fmt: skip
