@@ -21,7 +21,7 @@ from rlplus.train.config import load_config
 from rlplus.train.data import Example, byte_tokenizer, load_problems, read_kept
 from rlplus.train.evaluation.asked import model_identity
 from rlplus.train.evaluation.partial_samples import KeptCalls
-from rlplus.train.evaluation.results import Evaluation, join
+from rlplus.train.evaluation.results import Evaluation, join, not_graded
 from rlplus.train.evaluation.sample import _calls, evaluate
 from rlplus.train.evaluation.scorers import Scorers, reward_of
 from rlplus.train.evaluation.table import result_table
@@ -168,7 +168,7 @@ def test_an_evaluation_tells_the_grader_what_was_cut_off_and_what_the_prompts_as
     prompts, cut = ["1 7"] * 3 + ["2 7"] * 2, [False, True, True, False, True]
     assert asked == [([right, wrong, wrong, right, wrong], {"prompts": prompts, "cut": cut})]
     assert result.statuses == {"ok": 3, "cut_off": 3}
-    assert result.not_graded == "3 cut_off"
+    assert not_graded(result.statuses) == "3 cut_off"
 
 
 @pytest.mark.parametrize("at_once", [4096, 13, 8, 1])

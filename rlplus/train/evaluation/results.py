@@ -88,12 +88,6 @@ class Evaluation:
         return max(min(self.n), *self.k)
 
     @property
-    def not_graded(self) -> str:
-        """The number of samples by each status other than "ok", or "none"."""
-        counts = sorted((status, count) for status, count in self.statuses.items() if status != "ok" and count)
-        return ", ".join(f"{count:,} {status}" for status, count in counts) or "none"
-
-    @property
     def without_references(self) -> bool:
         """Whether the grader could not read the reference answer of any sample."""
         return set(self.statuses) == {"bad_gold"}
@@ -122,6 +116,12 @@ def from_json(kind: type[T], text: str, wanted: str, *, strict: bool = False) ->
         what = f"{where}: {first['msg']}" if where else first["msg"]
         others = f", and {len(more)} further problems" if more else ""
         raise ValueError(f"{wanted}; got {what}{others}") from error
+
+
+def not_graded(statuses: Mapping[str, int]) -> str:
+    """The number of samples by each status other than "ok", or "none"."""
+    counts = sorted((status, count) for status, count in statuses.items() if status != "ok" and count)
+    return ", ".join(f"{count:,} {status}" for status, count in counts) or "none"
 
 
 def join(parts: Sequence[Evaluation], seed: int) -> Evaluation:
