@@ -158,8 +158,7 @@ def convert_or_refuse(path: Path) -> str | None:
 
 
 # 8 is no value of these.
-REFUSED = {"lr_scheduler_kwargs", "model_init_kwargs", "reward_weights", "top_entropy_quantile", "trust_remote_code"}
-REFUSED |= {"warmup_ratio"}
+REFUSED = {"reward_weights", "top_entropy_quantile", "trust_remote_code", "warmup_ratio"}
 
 
 @pytest.mark.parametrize("name", sorted({*TRL, *WITHOUT["TRL"], *DEFAULTS}))

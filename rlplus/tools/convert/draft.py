@@ -84,10 +84,6 @@ class Draft:
         self._check(name, good, "a number" if above == -math.inf else f"a number greater than {above:g}")
         return float(value)
 
-    def table(self, name: str) -> None:
-        """ValueError for a dictionary that is given as something else; the names of its keys are dotted."""
-        self._check(name, self.get(name) in (None, {}), "a dictionary")
-
     def _check(self, name: str, good: bool, wanted: str) -> None:
         if not good:
             raise ValueError(f"want {self.trainer}'s {name} {wanted}; got {self.get(name)!r} ({self._place(name)})")

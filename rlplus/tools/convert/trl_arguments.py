@@ -89,7 +89,6 @@ def _model(draft: Draft) -> None:
         draft.lose("fp16", "bfloat16 takes its place")
     draft.set("model.dtype", "bfloat16" if half else "float32", "bf16", note="the optimizer's weights are fp32")
     draft.take("model.gradient_checkpointing", "gradient_checkpointing")
-    draft.table("model_init_kwargs")
     draft.take("model.attention", "model_init_kwargs.attn_implementation")
     draft.take("model.trust_remote_code", "trust_remote_code")
     if draft.get("use_liger_kernel"):
@@ -286,7 +285,6 @@ def _optimizer(draft: Draft) -> None:
     schedule = str(draft.get("lr_scheduler_type"))
     check_name("TRL's lr_scheduler_type", schedule, SCHEDULES)
     draft.set("train.lr_schedule", SCHEDULES[schedule], "lr_scheduler_type")
-    draft.table("lr_scheduler_kwargs")
     share = "lr_scheduler_kwargs.min_lr_rate"
     least = "lr_scheduler_kwargs.min_lr"
     if draft.has(share):
