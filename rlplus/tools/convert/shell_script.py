@@ -40,7 +40,7 @@ NAMED = re.compile(rf"(?<![\w$.{{/-])({NAME})|^\{{({NAME})\}}[<>&]|^-\w*", re.A)
 # What arithmetic and expansions set, wherever they are; arithmetic is taken to reach to the end of its line.
 DEFAULTED = re.compile(rf"\$\{{({NAME})(?:\[[^]]*\])?:?=", re.A)
 ARITHMETIC = re.compile(
-    rf"(?:\(\(.*?\)\)|\$\[|\[\[|\w\[|\$\{{{NAME}:(?![-=?+])|\blet\b|\b(?:{'|'.join(DECLARING)})\b[^\n]*\s-\w*i)[^\n]*",
+    rf"(?:\(\(.*?\)\)|\$\[|\[\[|\w\[(?![@*])|\$\{{{NAME}:(?![-=?+])|\blet\b|\b(?:{'|'.join(DECLARING)})\b[^\n]*\s-\w*i)[^\n]*",
     re.A | re.DOTALL,
 )
 SET = r"\s*(?:\+\+|--|[-+*/%|&^<>]*=(?!=))"
