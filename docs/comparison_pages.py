@@ -5,7 +5,8 @@ from pathlib import Path
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 
-from rlplus.tools.compare import Results, page_of
+from rlplus.tools.compare.outcomes import Results
+from rlplus.tools.compare.page import page_of
 
 RESULTS = Path(__file__).parent.parent / "experiments/compare/results"
 

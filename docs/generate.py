@@ -28,8 +28,8 @@ from docs.configuration_keys import keys, table
 from experiments import significance
 from experiments.theory import __main__ as theory
 from rlplus.loss.objective.surrogates import EXTERNAL
-from rlplus.tools.compare import BASE, Results, load_comparison
-from rlplus.tools.compare.config import Study
+from rlplus.tools.compare.config import BASE, Study, load_comparison
+from rlplus.tools.compare.outcomes import Results
 from rlplus.tools.compare.page import Tested, tested_in
 from rlplus.tools.report.tables import interval, percent
 from rlplus.train.algorithm import ALGORITHMS, Algorithm

@@ -9,7 +9,7 @@ from html import escape
 from rlplus.tools.compare.config import BASE, Study
 from rlplus.tools.compare.outcomes import Results
 from rlplus.tools.compare.page import tested_in
-from rlplus.train.evaluation import Estimate
+from rlplus.train.evaluation.estimates import Estimate
 
 LABELS, PANEL, GAP, LINE, TOP = 250, 200, 24, 19, 48  # lengths in pixels
 STYLE = """

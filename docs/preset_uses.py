@@ -4,7 +4,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 
-from rlplus.tools.compare import Results
+from rlplus.tools.compare.outcomes import Results
 from rlplus.tools.convert.trl_arguments import LOSSES
 from rlplus.tools.convert.verl_overrides import MODES
 from rlplus.train.algorithm import ALGORITHMS

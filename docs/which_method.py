@@ -15,7 +15,7 @@ from experiments.significance import exact_interval, finds_the_skill, permutatio
 from experiments.toy.familiarity import FAMILIARITY
 from rlplus.tools.compare.outcomes import Outcome, Results
 from rlplus.tools.report.tables import interval, percent
-from rlplus.train.evaluation import Evaluation, join, paired_difference
+from rlplus.train.evaluation.results import Evaluation, join, paired_difference
 
 Table = Callable[[tuple[str, ...], Iterator[tuple[str, ...]]], str]
 

@@ -31,7 +31,7 @@ try:
     from rlplus.train.data import find_ends, load_examples, load_tokenizer, response_text
     from rlplus.train.data.prompts import with_demonstration
     from rlplus.train.data.row_files import Row, get_column, read_rows
-    from rlplus.train.evaluation import evaluate_model
+    from rlplus.train.evaluation.sample import evaluate_model
     from rlplus.train.reward import Scorer
 except ModuleNotFoundError as missing:
     raise SystemExit(f'{missing.name} is not installed: pip install -e ".[train]"') from None

@@ -16,10 +16,10 @@ from typing import Any
 from rlplus.common.commands import terminated_as_exit
 from rlplus.common.durable import claimed, locked
 from rlplus.tools.cli import guarded
-from rlplus.tools.compare import BASE, MARK, Comparison, Outcome, Results, Runner, load_comparison
-from rlplus.tools.compare.comparing import collect, made, provenance
-from rlplus.tools.compare.config import best_rate
-from rlplus.tools.compare.launches import Run
+from rlplus.tools.compare.comparing import MARK, collect, made, provenance
+from rlplus.tools.compare.config import BASE, Comparison, best_rate, load_comparison
+from rlplus.tools.compare.launches import Run, Runner
+from rlplus.tools.compare.outcomes import Outcome, Results
 
 
 class Continued(Runner):

@@ -12,7 +12,7 @@ from statistics import fmean
 import numpy as np
 
 from experiments.significance import exact_interval, finds_the_skill, holm, permutation_p, right_samples
-from rlplus.tools.compare import Outcome, Results
+from rlplus.tools.compare.outcomes import Outcome, Results
 from rlplus.tools.report.tables import percent
 
 GRPO = "GRPO, without demonstrations"

@@ -14,10 +14,10 @@ from pathlib import Path
 
 import numpy as np
 
-from rlplus.tools.compare import BASE, Outcome, Results
-from rlplus.tools.compare.config import Study
+from rlplus.tools.compare.config import BASE, Study
+from rlplus.tools.compare.outcomes import Outcome, Results
 from rlplus.tools.report.tables import percent
-from rlplus.train.evaluation import Evaluation
+from rlplus.train.evaluation.results import Evaluation
 
 TRAINED = "trained"  # the test set of problems like those trained on; every second one is hard
 FOUND = 0.5  # a run whose pass@1 on its hard problems is at least this has found the skill

@@ -21,7 +21,8 @@ from rlplus.common.durable import claimed
 from rlplus.common.errors import RunFailed, ending
 from rlplus.common.terminal import Terminal
 from rlplus.tools.report import load_run, seeds_line, write_report
-from rlplus.train.evaluation import Estimate, Evaluation, load_results, paired_difference, pooled_pass_at
+from rlplus.train.evaluation.estimates import Estimate
+from rlplus.train.evaluation.results import Evaluation, load_results, paired_difference, pooled_pass_at
 
 CONFIG = Path(__file__).parent.parent / "demo.yaml"
 BASE, GRPO, RLPLUS = "base", "GRPO", "RL-PLUS"

@@ -14,7 +14,7 @@ from typing import Any
 import yaml
 
 from rlplus.common.durable import write_text
-from rlplus.tools.compare import Results
+from rlplus.tools.compare.outcomes import Results
 
 from .compared_figure import draw
 

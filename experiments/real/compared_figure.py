@@ -5,8 +5,9 @@ from pathlib import Path
 import matplotlib
 from matplotlib.figure import Figure
 
-from rlplus.tools.compare import BASE, Results
-from rlplus.train.evaluation import Evaluation, pooled_pass_at
+from rlplus.tools.compare.config import BASE
+from rlplus.tools.compare.outcomes import Results
+from rlplus.train.evaluation.results import Evaluation, pooled_pass_at
 
 REWARD = "reward/internal"  # the mean reward of sampled responses
 

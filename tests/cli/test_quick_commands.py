@@ -9,7 +9,7 @@ import pytest
 from report_pages import RLPLUS, evaluation, keep, kept, step_line
 from trainer_runs import environment
 
-from rlplus.train.evaluation import save_results
+from rlplus.train.evaluation.results import save_results
 
 COMMAND = """
 import importlib, sys

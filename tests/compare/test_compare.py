@@ -20,16 +20,16 @@ from rlplus.common.commands import ending_with_this_process
 from rlplus.common.errors import RunFailed
 from rlplus.common.textfiles import file_name
 from rlplus.tools.cli import main
-from rlplus.tools.compare import BASE, MARK, Results, Runner, load_comparison, run_comparison
-from rlplus.tools.compare.config import Search
-from rlplus.tools.compare.launches import solved
-from rlplus.tools.compare.outcomes import _thinned, outcome_of
+from rlplus.tools.compare.comparing import MARK, run_comparison
+from rlplus.tools.compare.config import BASE, Search, load_comparison
+from rlplus.tools.compare.launches import Runner, solved
+from rlplus.tools.compare.outcomes import Results, _thinned, outcome_of
 from rlplus.tools.compare.page import terminal_tables
 from rlplus.tools.compare.prepared import VALIDATION
 from rlplus.train.algorithm import ALGORITHMS
 from rlplus.train.config import check_report_folder
-from rlplus.train.evaluation import Evaluation
 from rlplus.train.evaluation.estimates import bootstrap
+from rlplus.train.evaluation.results import Evaluation
 
 
 @pytest.fixture

@@ -9,7 +9,10 @@ from comparisons import EXPERIMENTS, FILE, written
 
 from rlplus.common.errors import RunFailed
 from rlplus.tools.cli.compare import _names
-from rlplus.tools.compare import BASE, MARK, Runner, load_comparison, run_comparison
+from rlplus.tools.compare.comparing import MARK, run_comparison
+from rlplus.tools.compare.config import BASE, load_comparison
+from rlplus.tools.compare.launches import Runner
+from rlplus.tools.compare.outcomes import Results
 from rlplus.tools.compare.prepared import NOTE
 
 GSM8K = EXPERIMENTS.parent / "configs/compare/gsm8k.yaml"
@@ -204,57 +207,15 @@ def test_the_comparison_at_one_rate_has_the_settings_and_methods_of_the_other(tm
     assert {runner.config_of(run).train.lr for run in runner.all()} == {1e-3}
 
 
-def test_the_comparison_of_demonstrations_is_as_it_was_fixed(tmp_path: Path) -> None:
-    """By docs/decisions/062, written before its runs."""
-    path = EXPERIMENTS / "compare/demonstrations.yaml"
-    comparison = load_comparison(path)
-    runner = Runner(comparison, path.parent / comparison.run, tmp_path)
-    runner.check()
-    (study,), search = comparison.studies.values(), comparison.search
-    assert search is not None
-    assert (study.seed_numbers, search.seed_numbers, search.share) == (range(100, 120), range(1000, 1003), 1.0)
-    assert study.compared_with == "RL-PLUS"
-    dials = [setting.options for setting in comparison.settings.values()]
-    demonstrators: list[dict[str, object]] = [each["demonstrator"] for each in dials]  # type: ignore[misc]
-    assert [
-        (each.get("problems", 4096), author.get("noise", 0.0))
-        for each, author in zip(dials, demonstrators, strict=True)
-    ] == [
-        (64, 0.0),
-        (64, 0.2),
-        (4096, 0.0),
-        (4096, 0.2),
-    ]
-    for method in study.methods:
-        train = runner.config_of(runner.chain("few exact", 100, method)[-1]).train
-        assert (train.prompts_per_step, train.prompts_per_update, train.generated_tokens) == (32, 16, 200_000)
-
-
-def test_the_comparison_of_self_distillation_is_as_it_was_fixed(tmp_path: Path) -> None:
-    """By docs/decisions/066, written before its runs."""
-    path = EXPERIMENTS / "compare/distillation.yaml"
-    comparison = load_comparison(path)
-    runner, search = Runner(comparison, path.parent / comparison.run, tmp_path), comparison.search
-    runner.check()
-    assert search is not None
-    assert (search.rates, search.seed_numbers, search.share) == ([3e-4, 1e-3, 3e-3], range(1000, 1002), 1.0)
-    families = [(study.compared_with, study.methods, study.settings) for study in comparison.studies.values()]
-    assert families == [
-        (BASE, ["OPSD", "SDFT"], ["exact", "noisy"]),
-        ("SFT", ["SFT", "RL-PLUS", "OPSD", "SDFT"], ["exact", "noisy"]),
-        ("GRPO", ["GRPO", "SDPO"], ["exact"]),
-    ]
-    for study in comparison.studies.values():
-        assert study.seed_numbers == range(10)
-        for method in study.methods:
-            config = runner.config_of(runner.chain("exact", 0, method)[-1])
-            tokens, length = (None, 192 * 64) if method == "SFT" else (200_000, 1000 * 32)
-            assert (config.train.generated_tokens, config.train.steps * config.train.prompts_per_step) == (
-                tokens,
-                length,
-            )
-            shown = getattr(config.algorithm.resolve().recipe, "template", None)
-            assert shown == ("{demonstration}{prompt}" if method in ("OPSD", "SDFT", "SDPO") else None)
+@pytest.mark.parametrize(
+    "name", ["demonstrations", "distillation", "prefixes", "segments", "updates", "variants", "words"]
+)
+def test_a_comparison_is_the_one_whose_results_are_committed(name: str, tmp_path: Path) -> None:
+    """It was fixed before its runs: docs/decisions has each."""
+    folder = EXPERIMENTS / "compare"
+    comparison = load_comparison(folder / f"{name}.yaml")
+    Runner(comparison, folder / comparison.run, tmp_path).check()
+    assert comparison == Results.load(folder / f"results/{name}.json").comparison
 
 
 def test_every_search_of_the_comparison_for_a_gpu_has_a_configuration(tmp_path: Path) -> None:

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 from counted_evaluations import evaluation
 
-from rlplus.tools.compare import BASE, Results, page
-from rlplus.tools.compare.config import Comparison
-from rlplus.tools.compare.outcomes import Outcome
+from rlplus.tools.compare import page
+from rlplus.tools.compare.config import BASE, Comparison
+from rlplus.tools.compare.outcomes import Outcome, Results
 from rlplus.tools.report.tables import Table
-from rlplus.train.evaluation import Estimate
+from rlplus.train.evaluation.estimates import Estimate
 
 PROBLEMS = 200
 
@@ -82,9 +82,9 @@ def test_the_plot_of_intervals_is_sorted_and_no_grid_line_crosses_a_label() -> N
     ("text", "got"),
     [
         (None, "; got .*results.json: no such file .current directory: /"),
-        ("[]", ", in .*results.json; got '..', which is no object$"),
-        ('{"a": 1}', ", in .*results.json; got no comparison$"),
-        ('{"comparison": 3}', ", in .*results.json; got comparison: '3', which is no object$"),
+        ("[]", ", in .*results.json; got Input should be an object$"),
+        ('{"a": 1}', ", in .*results.json; got comparison: Field required, and 5 further problems$"),
+        ('{"comparison": 3}', ", in .*results.json; got comparison: Input should be "),
         ("{", ", in .*results.json; got Invalid JSON: "),
     ],
 )

@@ -10,7 +10,10 @@ import yaml
 from comparisons import EXPERIMENTS
 
 from rlplus.tools.cli import main
-from rlplus.tools.compare import Results, Runner, load_comparison, run_comparison
+from rlplus.tools.compare.comparing import run_comparison
+from rlplus.tools.compare.config import load_comparison
+from rlplus.tools.compare.launches import Runner
+from rlplus.tools.compare.outcomes import Results
 from rlplus.tools.compare.planned_runs import plan_comparison
 from rlplus.tools.plan import make_cluster, make_plan
 from rlplus.train.config import ScratchModel, load_config

@@ -50,7 +50,8 @@ CHANGED = [
 SET = [
     "globals()['X'] = 5", "vars()['X'] = 5", "locals()['X'] = 5", "setattr(sys.modules[__name__], 'X', 5)",
     "exec('X = 5')", "eval('[X := 5]')", "sys.modules[__name__].X = 5", "sys.modules[__name__].__dict__['X'] = 5",
-    "(lambda: 0).__globals__['X'] = 5", "import builtins\nbuiltins.exec('X = 5')",
+    "(lambda: 0).__globals__['X'] = 5", "X, Y = 5, 3", "*Y, X = 2, 5", "class X:\n    pass",
+    "import builtins\nbuiltins.exec('X = 5')",
     "sys._getframe().f_globals['X'] = 5", "E = K\nE.append(5)", "E = (K,)\nE[0].append(5)", "E = D['y']\nE.append(5)",
     "E = {**D}\nE['y'].append(5)", "E = dict(D)\nE['y'].append(5)", "E = dict(**D)\nE['y'].append(5)",
     "def f(**k):\n    k['y'].append(5)\nf(**D)", "for E in [K, D['y']]:\n    E.append(5)", "D['y'] += [5]",

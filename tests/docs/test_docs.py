@@ -27,8 +27,7 @@ from bench.submit import parse as parse_submit
 from rlplus.loss.objective.surrogates import INTERNAL
 from rlplus.tools.cli import parse
 from rlplus.tools.cli.evaluate import evaluated
-from rlplus.tools.compare import load_comparison
-from rlplus.tools.compare.config import Setting
+from rlplus.tools.compare.config import Setting, load_comparison
 from rlplus.train.algorithm import ALGORITHMS
 from rlplus.train.config import load_stages
 from rlplus.train.config.json_schema import json_schema

@@ -12,7 +12,7 @@ import pytest
 from manual import ROOT
 
 from docs.sampled_figure import KINDS, TOY, UPDATE, training_table, update_table
-from rlplus.tools.compare import Results
+from rlplus.tools.compare.outcomes import Results
 
 SVG = "{http://www.w3.org/2000/svg}"
 BOTTOM, HEIGHT = 222, 170

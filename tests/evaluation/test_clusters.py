@@ -7,8 +7,7 @@ from statistics import fmean, pvariance
 import numpy as np
 import pytest
 
-from rlplus.train.evaluation import misleading, two_groups, unseen
-from rlplus.train.evaluation.clusters import FEW_SEEDS
+from rlplus.train.evaluation.clusters import FEW_SEEDS, misleading, two_groups, unseen
 from rlplus.train.evaluation.estimates import bootstrap
 
 

@@ -41,7 +41,7 @@ def test_lengths_fit_the_positions_of_the_model(tmp_path, monkeypatch, capsys):
 
     options = [model, "--data", "bench.jsonl", "rollout.engine=transformers", "model.dtype=float32"]
     with monkeypatch.context() as patch:
-        patch.setattr("rlplus.train.evaluation.evaluate_model", evaluates)
+        patch.setattr("rlplus.train.evaluation.sample.evaluate_model", evaluates)
         given = [[], ["rollout.max_response_length=40"], ["evaluation.data.max_prompt_length=10"]]
         for lengths in given:
             assert main(["eval", *options, *lengths]) == 2
@@ -141,7 +141,7 @@ def test_a_model_is_evaluated_without_a_configuration(tmp_path, monkeypatch, cap
     assert main(["samples", "runs/eval/a-model", "-n", "1"]) == 0
     assert "gpqa_diamond, row 7 of the data" in capsys.readouterr().out
     assert main(["eval", "tiny", "--benchmarks", "amc", "--template", "qwem"]) == 2
-    assert "--template: want own, qwen, simplerl" in capsys.readouterr().err
+    assert "evaluation.data.template: want 'own', 'qwen', 'simplerl'" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -19,11 +19,12 @@ from trainer_runs import run_config
 
 from rlplus.train.config import load_config
 from rlplus.train.data import Example, byte_tokenizer, load_problems, read_kept
-from rlplus.train.evaluation import Evaluation, evaluate, join, result_table
 from rlplus.train.evaluation.asked import model_identity
 from rlplus.train.evaluation.partial_samples import KeptCalls
-from rlplus.train.evaluation.sample import _calls
+from rlplus.train.evaluation.results import Evaluation, join, not_graded
+from rlplus.train.evaluation.sample import _calls, evaluate
 from rlplus.train.evaluation.scorers import Scorers, reward_of
+from rlplus.train.evaluation.table import result_table
 from rlplus.train.reward import Score
 from rlplus.train.rollout import Completion, Request, Sampling, respond
 
@@ -167,7 +168,7 @@ def test_an_evaluation_tells_the_grader_what_was_cut_off_and_what_the_prompts_as
     prompts, cut = ["1 7"] * 3 + ["2 7"] * 2, [False, True, True, False, True]
     assert asked == [([right, wrong, wrong, right, wrong], {"prompts": prompts, "cut": cut})]
     assert result.statuses == {"ok": 3, "cut_off": 3}
-    assert result.not_graded == "3 cut_off"
+    assert not_graded(result.statuses) == "3 cut_off"
 
 
 @pytest.mark.parametrize("at_once", [4096, 13, 8, 1])
@@ -353,17 +354,6 @@ def test_shares_of_several_ranks_join_to_the_whole() -> None:
     ]
     assert join(parts, seed=0) == whole
     assert join([whole], seed=0) == whole
-
-
-def test_evaluate_refuses_before_it_generates() -> None:
-    example = Example(index=0, prompt=(1,), answer="1", demonstration=None)
-    engine = ScriptedEngine()
-    settings = {"samples": 4, "temperature": 1.0, "max_tokens": 4, "seed": 0}
-    cases = [([], [1], "at least one problem"), ([example], [5], "samples=4"), ([example], [], "every k")]
-    for examples, k, message in cases:
-        with pytest.raises(ValueError, match=message):
-            evaluate(engine, score, examples, spell, k=k, **settings)  # type: ignore[arg-type]
-    assert engine.calls == []
 
 
 def test_a_sample_on_which_the_grader_failed_is_neither_right_nor_wrong(caplog: pytest.LogCaptureFixture) -> None:

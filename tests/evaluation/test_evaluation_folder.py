@@ -15,9 +15,10 @@ from rlplus.tools.cli import parse
 from rlplus.tools.cli.evaluate import evaluated
 from rlplus.train.config import load_config
 from rlplus.train.data import Example
-from rlplus.train.evaluation import Evaluation, evaluate_model, load_results, save_results
 from rlplus.train.evaluation.asked import asked_of, differences, model_identity
 from rlplus.train.evaluation.output_folder import check_folder, held, others_in
+from rlplus.train.evaluation.results import Evaluation, load_results, save_results
+from rlplus.train.evaluation.sample import evaluate_model
 
 
 def write_model_files(folder: Path, weights: bytes = bytes(2**21)) -> Path:
@@ -195,7 +196,7 @@ def test_no_result_of_an_earlier_evaluation_mixes_in(tmp_path: Path) -> None:
 
 def test_options_of_an_evaluation_take_what_the_manual_names() -> None:
     """Other names of benchmarks, and a function in place of the default grader."""
-    options = ["--benchmarks", "aime, gpqa,amc", "--template", "qwen", "reward.function=graders:mine"]
+    options = ["--benchmarks", "aime24, gpqa_diamond,amc", "--template", "qwen", "reward.function=graders:mine"]
     config = load_config(*evaluated(parse(["eval", "owner/name", *options])))
     assert config.evaluation.benchmarks == ["aime24", "gpqa_diamond", "amc"]
     assert (config.reward.kind, config.reward.function) == (None, "graders:mine")

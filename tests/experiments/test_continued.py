@@ -10,7 +10,9 @@ from comparisons import EXPERIMENTS, FILE, calls, launcher_in, prepared, written
 
 from experiments.continued import Continued, differing, go_on
 from rlplus.common.errors import RunFailed
-from rlplus.tools.compare import BASE, Results, load_comparison, run_comparison
+from rlplus.tools.compare.comparing import run_comparison
+from rlplus.tools.compare.config import BASE, load_comparison
+from rlplus.tools.compare.outcomes import Results
 
 
 def whole(folder: Path) -> Results:

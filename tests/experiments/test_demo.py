@@ -36,7 +36,8 @@ from rlplus.common.terminal import Terminal
 from rlplus.tools.report import seeds_line
 from rlplus.train.config import load_config
 from rlplus.train.data import load_examples, load_tokenizer
-from rlplus.train.evaluation import Estimate, Evaluation, save_results
+from rlplus.train.evaluation.estimates import Estimate
+from rlplus.train.evaluation.results import Evaluation, save_results
 from rlplus.train.reward import Scorer
 from rlplus.train.rollout import RunFailed
 

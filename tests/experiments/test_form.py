@@ -8,8 +8,10 @@ import pytest
 
 from experiments import form
 from experiments.significance import holm
-from rlplus.tools.compare import BASE, Comparison, Outcome, Results, Runner, load_comparison
-from rlplus.train.evaluation import Evaluation
+from rlplus.tools.compare.config import BASE, Comparison, load_comparison
+from rlplus.tools.compare.launches import Runner
+from rlplus.tools.compare.outcomes import Outcome, Results
+from rlplus.train.evaluation.results import Evaluation
 
 PATH = Path(__file__).parents[2] / "experiments/compare/form.yaml"
 OTHER = "without the first number"

@@ -11,7 +11,9 @@ from comparisons import EXPERIMENTS
 
 from experiments.real import __main__ as real
 from experiments.real.compared_figure import draw, pass_at_1
-from rlplus.tools.compare import BASE, Results, Runner, load_comparison
+from rlplus.tools.compare.config import BASE, load_comparison
+from rlplus.tools.compare.launches import Runner
+from rlplus.tools.compare.outcomes import Results
 from rlplus.train.config import load_config
 from rlplus.train.data import byte_tokenizer
 

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from experiments.significance import exact_interval, finds_the_skill, holm, permutation_p, rows_of, table
-from rlplus.tools.compare import BASE, Comparison, Outcome, Results
-from rlplus.train.evaluation import Evaluation
+from rlplus.tools.compare.config import BASE, Comparison
+from rlplus.tools.compare.outcomes import Outcome, Results
+from rlplus.train.evaluation.results import Evaluation
 
 SEEDS = 6
 COMPARISON = {

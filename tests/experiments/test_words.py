@@ -14,7 +14,8 @@ from experiments.toy.base_model import NOTE
 from experiments.words import SET, prepare, words_base
 from experiments.words.word_problems import Problem, draw, draw_many, make_tokenizer
 from experiments.words.words_base import WordsBase, careless
-from rlplus.tools.compare import Runner, load_comparison
+from rlplus.tools.compare.config import load_comparison
+from rlplus.tools.compare.launches import Runner
 from rlplus.tools.compare.prepared import TEST, TRAIN, VALIDATION
 from rlplus.train.config import load_config
 from rlplus.train.reward.graders.exact import exact_match

@@ -49,6 +49,13 @@ def be(monkeypatch: pytest.MonkeyPatch, build: str | None, gpu: bool) -> None:
     monkeypatch.setattr("rlplus.tools.plan.cluster._host_memory", lambda: 16 * GIB)
 
 
+@pytest.fixture(autouse=True)
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder of the user's, with data."""
+    monkeypatch.chdir(tmp_path)
+    Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in DATA["gsm8k"]))
+
+
 @pytest.mark.parametrize(
     ("data", "options"),
     [*((data, []) for data in DATA), ("gsm8k", ["rollout.engine=transformers"]), ("choice", ["model.lora.rank=4"])],
@@ -56,12 +63,11 @@ def be(monkeypatch: pytest.MonkeyPatch, build: str | None, gpu: bool) -> None:
 @pytest.mark.parametrize("gpu", [False, True])
 @pytest.mark.parametrize("build", BUILDS)
 def test_the_file_passes_the_checks_of_train(
-    build: str | None, gpu: bool, data: str, options: list[str], model: str, tmp_path: Path,
+    build: str | None, gpu: bool, data: str, options: list[str], model: str,
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
     """All that `train` does before it trains; vLLM where what is installed computes on what is there."""
     be(monkeypatch, build, gpu)
-    monkeypatch.chdir(tmp_path)
     Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in DATA[data]))
     assert main(["init", "--model", model, "--data", "rows.jsonl", *options]) == 0
     said = capsys.readouterr().out
@@ -141,11 +147,9 @@ def test_every_tuning_names_keys_of_its_engine_alone(
 
 
 @pytest.mark.parametrize("mode", ["process", "server"])
-def test_other_modes_fit(mode: str, model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_modes_fit(mode: str, model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A server's memory is its own, and only a colocated engine sleeps."""
     be(monkeypatch, "gpu", gpu=True)
-    monkeypatch.chdir(tmp_path)
-    Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in DATA["gsm8k"]))
     keys = [f"rollout.mode={mode}", *(["rollout.server_url=http://localhost:8000"] if mode == "server" else [])]
     assert main(["init", "--model", model, "--data", "rows.jsonl", "--gpus", "2", "--gpu", "24g", *keys]) == 0
     rollout = load_config("run.yaml").rollout
@@ -154,12 +158,10 @@ def test_other_modes_fit(mode: str, model: str, tmp_path: Path, monkeypatch: pyt
 
 
 def test_keys_that_go_with_no_setting_are_refused_in_words(
-    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    model: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     be(monkeypatch, None, gpu=False)
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in DATA["gsm8k"]))
-    given = ["--data", str(tmp_path / "rows.jsonl"), "--out", str(tmp_path / "run.yaml"), "rollout.sleep=true"]
-    assert main(["init", "--model", model, *given]) == 2
+    assert main(["init", "--model", model, "--data", "rows.jsonl", "rollout.sleep=true"]) == 2
     said = capsys.readouterr().err
     assert "rollout: sleep is for vLLM in mode colocated; got engine transformers in mode colocated" in said
     assert "validation error" not in said
@@ -209,11 +211,9 @@ def test_an_engine_that_is_there_is_not_refused(
 
 
 def test_train_says_so_before_it_imports_or_loads_anything(
-    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    model: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     be(monkeypatch, None, gpu=False)
-    monkeypatch.chdir(tmp_path)
-    Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in DATA["gsm8k"]))
     assert main(["init", "--model", model, "--data", "rows.jsonl"]) == 0
 
     def imported(**_: object) -> None:
@@ -226,12 +226,10 @@ def test_train_says_so_before_it_imports_or_loads_anything(
 
 
 def test_train_refuses_what_needs_a_gpu_before_it_plans(
-    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    model: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Whether there is a GPU is known when torch is imported, before a model is looked at."""
     be(monkeypatch, "gpu", gpu=False)
-    monkeypatch.chdir(tmp_path)
-    Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in DATA["gsm8k"]))
     assert main(["init", "--model", model, "--data", "rows.jsonl"]) == 0
 
     def planned(*_: object, **__: object) -> None:
@@ -256,12 +254,10 @@ def test_train_refuses_what_needs_a_gpu_before_it_plans(
     ],
 )
 def test_a_given_key_takes_the_place_of_what_it_excludes(
-    given: str, wanted: dict[str, dict[str, Any]], model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    given: str, wanted: dict[str, dict[str, Any]], model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And the file passes the checks of train."""
     be(monkeypatch, "cpu", gpu=False)
-    monkeypatch.chdir(tmp_path)
-    Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in DATA["gsm8k"]))
     assert main(["init", "--model", model, "--data", "rows.jsonl", given]) == 0
     config = load_config("run.yaml").model_dump()
     assert {part: {key: config[part][key] for key in keys} for part, keys in wanted.items()} == wanted
@@ -299,13 +295,11 @@ GIVEN = [
     ],
 )
 def test_what_init_accepts_train_accepts(
-    build: str | None, gpu: bool, keys: tuple[str, ...], model: str, tmp_path: Path,
+    build: str | None, gpu: bool, keys: tuple[str, ...], model: str,
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
     """Whichever key is given: init writes a file that passes, or refuses it in a line and writes none."""
     be(monkeypatch, build, gpu)
-    monkeypatch.chdir(tmp_path)
-    Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in DATA["gsm8k"]))
     written = main(["init", "--model", model, "--data", "rows.jsonl", *keys]) == 0
     said = capsys.readouterr().err
     assert written == Path("run.yaml").exists()
@@ -316,11 +310,9 @@ def test_what_init_accepts_train_accepts(
 
 
 def test_init_refuses_what_the_installed_engine_lacks_in_the_words_of_train(
-    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    model: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     be(monkeypatch, "cpu", gpu=False)
-    monkeypatch.chdir(tmp_path)
-    Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in DATA["gsm8k"]))
     given = ["init", "--model", model, "--data", "rows.jsonl", "rollout.sleep=true"]
     for machine in ([], ["--gpu", "cpu"]):
         assert main([*given, *machine]) == 2

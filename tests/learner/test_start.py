@@ -13,7 +13,7 @@ from trainer_runs import run_config
 
 from rlplus.train.config import Config
 from rlplus.train.data import byte_tokenizer
-from rlplus.train.evaluation import evaluate_model
+from rlplus.train.evaluation.sample import evaluate_model
 from rlplus.train.learner import write_pretrained
 from rlplus.train.trainer import open_run
 

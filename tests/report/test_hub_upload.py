@@ -6,21 +6,22 @@ import re
 import shutil
 import socketserver
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import processes
 import pytest
 import yaml
 from counted_evaluations import evaluation
-from hub_stub import running_hub
+from hub_stub import Hub, running_hub
 from safetensors.torch import load_file, save_file
 from trainer_runs import run_config
 
 from rlplus import __version__
 from rlplus.tools.cli import main
 from rlplus.tools.report import hidden_keys
-from rlplus.train.evaluation import save_results
 from rlplus.train.evaluation.asked import model_identity
+from rlplus.train.evaluation.results import save_results
 from rlplus.train.trainer import train
 
 TOKEN = "hf_only_the_hub_may_see_this"
@@ -29,6 +30,13 @@ TOKEN = "hf_only_the_hub_may_see_this"
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return train(run_config(tmp_path_factory.mktemp("push"), train={"steps": 1}))
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    with running_hub() as hub:
+        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", hub.url)
+        yield hub
 
 
 @pytest.fixture
@@ -42,13 +50,9 @@ def run(finished: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return finished
 
 
-def test_model_card_and_results_arrive_in_one_commit(
-    run: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_model_card_and_results_arrive_in_one_commit(run: Path, hub: Hub, capfd: pytest.CaptureFixture[str]) -> None:
     """Each file as it is, the card with the results, a new repository private; the token goes to the hub only."""
-    with running_hub() as hub:
-        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", hub.url)
-        assert main(["push", str(run), "owner/name"]) == 0
+    assert main(["push", str(run), "owner/name"]) == 0
     (created,) = hub.created
     assert (created["name"], created["organization"]) == ("name", "owner")
     assert created.get("visibility", created.get("private")) in (
@@ -69,13 +73,9 @@ def test_model_card_and_results_arrive_in_one_commit(
     assert TOKEN not in said
 
 
-def test_a_dry_run_uploads_nothing(
-    run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with running_hub() as hub:
-        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", hub.url)
-        assert main(["push", str(run), "owner/name", "--dry-run"]) == 0
-        assert hub.asked == []
+def test_a_dry_run_uploads_nothing(run: Path, hub: Hub, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["push", str(run), "owner/name", "--dry-run"]) == 0
+    assert hub.asked == []
     said = capsys.readouterr().out
     assert "Nothing was uploaded to owner/name" in said
     assert "model.safetensors" in said
@@ -83,11 +83,10 @@ def test_a_dry_run_uploads_nothing(
 
 
 def test_a_hub_that_refuses_is_one_message_without_the_token(
-    run: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    run: Path, hub: Hub, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    with running_hub(status=401) as hub:
-        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", hub.url)
-        assert main(["push", str(run), "owner/name", "--public"]) == 2
+    hub.status = 401
+    assert main(["push", str(run), "owner/name", "--public"]) == 2
     assert hub.files == {}
     out, error = capfd.readouterr()
     assert "rlplus push: " in error
@@ -96,16 +95,14 @@ def test_a_hub_that_refuses_is_one_message_without_the_token(
     assert TOKEN not in out + error
 
 
-def pushed(folder: Path, monkeypatch: pytest.MonkeyPatch, *options: str) -> dict[str, bytes]:
+def pushed(folder: Path, hub: Hub, *options: str) -> dict[str, bytes]:
     """The files in the hub after the command, which ends well."""
-    with running_hub() as hub:
-        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", hub.url)
-        assert main(["push", str(folder), "owner/name", *options]) == 0
+    assert main(["push", str(folder), "owner/name", *options]) == 0
     return hub.files
 
 
 def test_only_a_models_files_are_taken_from_its_folder(
-    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    run: Path, tmp_path: Path, hub: Hub, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The others are said; every file that an export wrote is among the former."""
     exported = {path.name for path in (run / "model").iterdir()}
@@ -113,7 +110,7 @@ def test_only_a_models_files_are_taken_from_its_folder(
     for name in (".env", "notes.txt", ".netrc", "id_rsa", "model.safetensors.bak", ".config.json"):
         (copy / "model" / name).write_text("SECRET=1")
     (copy / "model/.git").mkdir()
-    assert exported <= pushed(copy, monkeypatch).keys()
+    assert exported <= pushed(copy, hub).keys()
     said = " ".join(capsys.readouterr().out.split())
     assert (
         f"not uploaded, as no files of a model: .config.json, .env, .git, .netrc, id_rsa, model.safetensors.bak, "
@@ -122,9 +119,7 @@ def test_only_a_models_files_are_taken_from_its_folder(
 
 
 @pytest.mark.parametrize("name", ["model/config.json", "model/extra.py", "run.json", "evaluation-x.json", "fifo"])
-def test_a_link_is_refused(
-    run: Path, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_link_is_refused(run: Path, tmp_path: Path, name: str, hub: Hub, capsys: pytest.CaptureFixture[str]) -> None:
     """It may lead to any file of the user's; a pipe would be waited for."""
     copy = shutil.copytree(run, tmp_path / "copy")
     path = copy / ("model/tokenizer_config.json" if name == "fifo" else name)
@@ -135,22 +130,18 @@ def test_a_link_is_refused(
         os.mkfifo(path)
     else:
         path.symlink_to(there)
-    with running_hub() as hub:
-        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", hub.url)
-        assert main(["push", str(copy), "owner/name"]) == 2
-        assert hub.asked == []
+    assert main(["push", str(copy), "owner/name"]) == 2
+    assert hub.asked == []
     assert f"{path} is a link, or no file" in capsys.readouterr().err.replace("\n", "")
 
 
 @pytest.mark.parametrize("public", [False, True])
 def test_a_repository_that_all_can_read_wants_the_option(
-    run: Path, public: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    run: Path, public: bool, hub: Hub, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """`create_repo` leaves one that is there as it is."""
-    with running_hub() as hub:
-        hub.public = True
-        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", hub.url)
-        assert main(["push", str(run), "owner/name", *(["--public"] if public else [])]) == (0 if public else 2)
+    hub.public = True
+    assert main(["push", str(run), "owner/name", *(["--public"] if public else [])]) == (0 if public else 2)
     assert bool(hub.files) == public
     if not public:
         assert "it is public: want --public to upload there" in capsys.readouterr().err.replace("\n", " ")
@@ -170,7 +161,7 @@ KEYS = {
 
 
 def test_what_looks_like_a_key_is_not_uploaded(
-    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    run: Path, tmp_path: Path, hub: Hub, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Neither in the configuration nor in the texts that repeat it; other values stay as they are."""
     copy = shutil.copytree(run, tmp_path / "copy")
@@ -181,11 +172,11 @@ def test_what_looks_like_a_key_is_not_uploaded(
     (copy / "config.yaml").write_text(yaml.safe_dump(config | {"further": arguments}))
     (copy / "run.json").write_text(json.dumps({"command": KEYS["github"], "again": KEYS["wandb_api_key"]}))
     for options in ([], ["--dry-run"]):
-        pushed(copy, monkeypatch, *options)
+        pushed(copy, hub, *options)
         said = capsys.readouterr().out
         assert "9 values that look like keys are replaced by (hidden)" in " ".join(said.split())
         assert not any(key in said for key in KEYS.values())
-    files = pushed(copy, monkeypatch)
+    files = pushed(copy, hub)
     uploaded = yaml.safe_load(files["config.yaml"])
     further = uploaded.pop("further")
     assert uploaded == config
@@ -197,15 +188,13 @@ def test_what_looks_like_a_key_is_not_uploaded(
 
 
 def test_a_key_that_cannot_be_hidden_is_refused(
-    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    run: Path, tmp_path: Path, hub: Hub, capsys: pytest.CaptureFixture[str]
 ) -> None:
     copy = shutil.copytree(run, tmp_path / "copy")
     with (copy / "config.yaml").open("a") as file:
         file.write('further: {password: "escaped \\x41"}\n')
-    with running_hub() as hub:
-        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", hub.url)
-        assert main(["push", str(copy), "owner/name"]) == 2
-        assert hub.asked == []
+    assert main(["push", str(copy), "owner/name"]) == 2
+    assert hub.asked == []
     assert "it has one in a form that could not be hidden: remove it" in capsys.readouterr().err.replace("\n", " ")
 
 
@@ -279,7 +268,7 @@ def test_values_in_pairs_addresses_and_numbers(written: str) -> None:
 
 @pytest.mark.parametrize("place", ["refused", "cut", "https://hub.invalid", "offline"])
 def test_a_hub_out_of_reach_is_one_line(
-    place: str, run: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    place: str, run: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Nothing listens; what listens hangs up in the middle of an answer; there is no such host; the user said so."""
     with socketserver.TCPServer(("127.0.0.1", 0), HangsUp) as server:
@@ -316,7 +305,7 @@ class HangsUp(socketserver.BaseRequestHandler):
     ],
 )
 def test_what_is_no_finished_run_is_refused(
-    run: Path, tmp_path: Path, fault: str, message: str, monkeypatch: pytest.MonkeyPatch,
+    run: Path, tmp_path: Path, fault: str, message: str, hub: Hub,
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
     copy = tmp_path / "copy"
@@ -333,10 +322,8 @@ def test_what_is_no_finished_run_is_refused(
         (copy / "evaluation-test.json").unlink()
     if fault == "no run":
         (copy / "config.yaml").unlink()
-    with running_hub() as hub:
-        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", hub.url)
-        assert main(["push", str(copy), "owner//name" if fault == "name" else "owner/name"]) == 2
-        assert hub.asked == []
+    assert main(["push", str(copy), "owner//name" if fault == "name" else "owner/name"]) == 2
+    assert hub.asked == []
     assert re.search(message, capsys.readouterr().err.replace("\n", " "))
 
 

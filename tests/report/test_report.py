@@ -12,7 +12,7 @@ from report_pages import Page, evaluation, keep, kept, run, step_line, written
 from rlplus.tools.cli import main
 from rlplus.tools.report import RunData, label_styles, load_run, write_report
 from rlplus.tools.report.tables import configuration_table, headline
-from rlplus.train.evaluation import Evaluation, save_results
+from rlplus.train.evaluation.results import Evaluation, save_results
 
 NASTY = "<script>alert('x')</script> & \"$\\frac$\" ☃ {{ 7 * 7 }}"
 

@@ -23,13 +23,13 @@ inputs = {"advantage": torch.ones(3), "token_weight": torch.ones(3), "old_logpro
 rlplus.linear_policy_loss(h, w, t, **inputs, objective="rlplus").loss.backward()
 assert rlplus.linear_logprob(h, w, t)[0].isfinite().all() and h.grad.any()
 """
-SHOWN = "from rlplus.train.evaluation import load_results, result_table; from rlplus.tools.report import write_report"
+SHOWN = "rlplus.train.evaluation.results, rlplus.train.evaluation.table, rlplus.tools.report"
 OURS = ("deepspeed", "experiments", "vllm")  # TRAIN has deepspeed, too
 CASES = {
     "import rlplus": ("numpy", "torch", "triton", *TRAIN),
     LOSS: tuple(name for name in TRAIN if name != "numpy"),  # which torch imports where it is installed
     "import rlplus.train.config": ("numpy", "torch", "transformers", *OURS),
-    f"import rlplus.train.evaluation, rlplus.tools.report; {SHOWN}": (
+    f"import {SHOWN}": (
         "accelerate",
         "torch",
         "transformers",

@@ -20,7 +20,7 @@ from experiments.toy.task import draw_splits, make_tokenizer, write_jsonl
 from rlplus.train.algorithm import ALGORITHMS
 from rlplus.train.config import Config
 from rlplus.train.data import Example, Sample
-from rlplus.train.evaluation import evaluate
+from rlplus.train.evaluation.sample import evaluate
 from rlplus.train.recipe import Batch, Recipe
 from rlplus.train.reward import Score
 from rlplus.train.rollout import Completion, Request, Response, RunFailed, Sampler, Sampling, make_respond

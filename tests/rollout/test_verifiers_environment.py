@@ -23,7 +23,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from rlplus.tools.cli import main
 from rlplus.train.config import DataConfig, EnvironmentConfig, RolloutConfig, load_config
 from rlplus.train.data import Example, Sample, load_examples
-from rlplus.train.evaluation import evaluate
+from rlplus.train.evaluation.sample import evaluate
 from rlplus.train.recipe import Batch, Recipe
 from rlplus.train.rollout import Completion, Request, RolloutEngine, RunFailed, Sampling, make_engine, make_respond
 from rlplus.train.trainer import train

@@ -5,7 +5,9 @@ from pathlib import Path
 
 import yaml
 
-from rlplus.tools.compare import MARK, Runner, load_comparison
+from rlplus.tools.compare.comparing import MARK
+from rlplus.tools.compare.config import load_comparison
+from rlplus.tools.compare.launches import Runner
 
 EXPERIMENTS = Path(__file__).parents[2] / "experiments"
 QUICK = {"base": {"batch": 1, "learnt_loss": 100.0, "sloppy_steps": 1}}  # any loss will do

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
-from rlplus.train.evaluation import Evaluation
+from rlplus.train.evaluation.results import Evaluation
 
 
 def evaluation(correct: Sequence[int], n: int = 8, **changes: object) -> Evaluation:

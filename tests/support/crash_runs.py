@@ -16,8 +16,9 @@ from trainer_runs import metrics, run_config
 
 from rlplus.common.durable import flush
 from rlplus.tools.cli import main
-from rlplus.tools.compare import MARK, Runner, load_comparison
-from rlplus.tools.compare.launches import Run
+from rlplus.tools.compare.comparing import MARK
+from rlplus.tools.compare.config import load_comparison
+from rlplus.tools.compare.launches import Run, Runner
 from rlplus.train import checkpoint
 from rlplus.train.config import Config, ScratchModel
 from rlplus.train.data import byte_tokenizer, drop_kept, kept_steps

@@ -41,7 +41,7 @@ _count = itertools.count()
 PRELOADED = [
     "rlplus.train.trainer",
     "rlplus.train.evaluation.sample",
-    "rlplus.tools.compare",
+    "rlplus.tools.compare.comparing",
     "rlplus.tools.cli.train",
     "deepspeed",
 ]

@@ -8,7 +8,7 @@ from typing import Any
 
 from rlplus.tools.report import RunData, write_report
 from rlplus.train.data import KeptSample, write_kept
-from rlplus.train.evaluation import Evaluation
+from rlplus.train.evaluation.results import Evaluation
 
 RLPLUS = "algorithm:\n  preset: rlplus\ntrain:\n  lr: 1.0e-3\n"
 

@@ -13,7 +13,7 @@ from rlplus.tools.cli import main
 from rlplus.tools.plan.data_report import plan_data
 from rlplus.train.checkpoint import read_state
 from rlplus.train.config import Config
-from rlplus.train.evaluation import evaluate_model
+from rlplus.train.evaluation.sample import evaluate_model
 from rlplus.train.trainer import train
 
 LIMIT = 8

@@ -30,11 +30,11 @@ from crash_runs import (
 )
 from file_calls import Call, Watched, need_notifications, watch
 
-from rlplus.tools.compare import Results
+from rlplus.tools.compare.outcomes import Results
 from rlplus.train import checkpoint
 from rlplus.train.config import load_config
 from rlplus.train.data import KeptSample, read_kept
-from rlplus.train.evaluation import load_results
+from rlplus.train.evaluation.results import load_results
 from rlplus.train.trainer import train
 from rlplus.train.trainer.ranks import initialize_distributed
 

@@ -16,7 +16,7 @@ import rlplus.train.trainer.engine
 import rlplus.train.trainer.rollouts
 import rlplus.train.trainer.run_parts
 from rlplus.train.config import MAX_LOGPROB_GAPS
-from rlplus.train.evaluation import evaluate_model
+from rlplus.train.evaluation.sample import evaluate_model
 from rlplus.train.learner.policy import Policy, _buckets
 from rlplus.train.reward import Scorer
 from rlplus.train.rollout import RunFailed

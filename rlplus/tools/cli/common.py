@@ -5,10 +5,10 @@ import os
 import sys
 import threading
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 from rlplus.common import activity, rank_variables
 from rlplus.common.errors import RunFailed
@@ -16,8 +16,7 @@ from rlplus.common.errors import RunFailed
 if TYPE_CHECKING:
     from rlplus.common.terminal import Terminal
     from rlplus.train.config import Config
-
-    Commands = argparse._SubParsersAction[argparse.ArgumentParser]
+Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 YAML = "YAML file, such as configs/gsm8k-tiny.yaml"
 GPU_NAMES = (
     "a100-40g", "a100-80g", "h100", "h200", "rtx3090", "rtx4090", "rtx5090", "a10g", "l40s", "dgx-spark", "mi300x",
@@ -30,6 +29,17 @@ def add_configuration(command: argparse.ArgumentParser, what: str = YAML, *, nam
     """Add the arguments config, which messages call `name`, and overrides."""
     command.add_argument("config", metavar=name, help=what)
     command.add_argument("overrides", nargs="*", default=[], metavar="key=value", help="such as train.lr=1e-6")
+
+
+def at_least(least: int) -> Callable[[str], int]:
+    """The type of an argument that is an integer of at least so much."""
+
+    def integer(text: str) -> int:
+        if not text.isdecimal() or int(text) < least:
+            raise argparse.ArgumentTypeError(f"want an integer of at least {least}; got {text}")
+        return int(text)
+
+    return integer
 
 
 def quiet_imports(*, ranks: bool = False) -> None:

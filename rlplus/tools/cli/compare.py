@@ -2,18 +2,13 @@
 
 import argparse
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from rlplus.tools.cli.common import quiet_imports
-
-if TYPE_CHECKING:
-    from rlplus.tools.cli.common import Commands
-
+from rlplus.tools.cli.common import Commands, at_least, quiet_imports
 
 OF_TRAINING = ("presets", "settings", "seeds", "first_seed", "jobs", "launcher", "report")
 
 
-def add(commands: "Commands") -> None:
+def add(commands: Commands) -> None:
     """Add the command's arguments."""
     compare = commands.add_parser("compare", help="compare methods over seeds, trained for it or in runs that exist")
     compare.add_argument(
@@ -25,10 +20,12 @@ def add(commands: "Commands") -> None:
     compare.add_argument("--reference", help="of runs that exist: the method to compare with; default: the last one")
     compare.add_argument("--presets", help="names with commas: of the comparison's methods, or of any presets")
     compare.add_argument("--settings", help="names with commas, of the comparison's settings; default: all")
-    compare.add_argument("--seeds", type=int, help="how many; default: as the comparison says, or 5")
-    compare.add_argument("--first-seed", type=int, help="the first of them; default: as the comparison says, or 0")
+    compare.add_argument("--seeds", type=at_least(1), help="how many; default: as the comparison says, or 5")
+    compare.add_argument(
+        "--first-seed", type=at_least(0), help="the first of them; default: as the comparison says, or 0"
+    )
     compare.add_argument("--output", help="default: runs/compare/<name of the file>, or runs/compare/runs")
-    compare.add_argument("--jobs", type=int, help="runs at a time; default 1")
+    compare.add_argument("--jobs", type=at_least(1), help="runs at a time; default 1")
     compare.add_argument("--launcher", help='in place of "python -m", such as "torchrun --nproc_per_node 8 -m"')
     compare.add_argument("--report", action="store_true", help="only write the report, from the runs that are finished")
     compare.set_defaults(run=run)
@@ -36,17 +33,11 @@ def add(commands: "Commands") -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Train what is not trained yet, unless the runs exist, and write the page."""
-    for name, value, least in (
-        ("--seeds", args.seeds, 1),
-        ("--first-seed", args.first_seed, 0),
-        ("--jobs", args.jobs, 1),
-    ):
-        if value is not None and value < least:
-            raise ValueError(f"want {name} at least {least}; got {value}")
     presets = _names("--presets", args.presets)
     settings = _names("--settings", args.settings)
     quiet_imports(ranks=True)  # its children may be
-    from rlplus.tools.compare import compare_past_runs, run_comparison, split_name
+    from rlplus.tools.compare.comparing import compare_past_runs, run_comparison
+    from rlplus.tools.compare.past_runs import split_name
 
     if split_name(args.config) is not None:
         if given := [name for name in OF_TRAINING if getattr(args, name) not in (None, False)]:

@@ -4,12 +4,8 @@ import argparse
 import re
 import sys
 from functools import partial
-from typing import TYPE_CHECKING
 
-from rlplus.tools.cli.common import GPU_NAMES
-
-if TYPE_CHECKING:
-    from rlplus.tools.cli.common import Commands
+from rlplus.tools.cli.common import GPU_NAMES, Commands
 
 KEYS = {
     "bash": "_rlplus_keys() {{ [[ -z $1 ]] || compgen -W '{keys}' -- \"$1\"; }}",
@@ -26,14 +22,14 @@ complete -o bashdefault -o default -F _rlplus rlplus
 """
 
 
-def add(commands: "Commands", parser: argparse.ArgumentParser) -> None:
+def add(commands: Commands, parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments. parser: of all commands."""
     completion = commands.add_parser("completion", help="print a script by which bash or zsh complete arguments")
     completion.add_argument("shell", choices=("bash", "zsh"), help="the shell that is to complete")
     completion.set_defaults(run=partial(run, commands, parser))
 
 
-def run(commands: "Commands", parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+def run(commands: Commands, parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
     """Print the script. The parser cannot parse afterwards."""
     import shtab
 

@@ -2,17 +2,15 @@
 
 import argparse
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from rlplus.tools.cli.common import Commands
+from rlplus.tools.cli.common import Commands, at_least
 
 
-def add(commands: "Commands") -> None:
+def add(commands: Commands) -> None:
     """Add the command's arguments."""
     convert = commands.add_parser("convert", help="make a configuration of TRL's GRPOConfig or verl's command line")
     convert.add_argument("script", help="a Python file with one GRPOConfig, or a shell script of verl; it is not run")
-    convert.add_argument("--gpus", type=int, default=1, help="processes of the TRL run, 1 by default")
+    convert.add_argument("--gpus", type=at_least(1), default=1, help="processes of the TRL run, 1 by default")
     convert.add_argument("--out", default="run.yaml", help="the file to write, run.yaml by default; never overwritten")
     convert.add_argument(
         "overrides", nargs="*", default=[], metavar="key=value", help="such as reward.kind=math_verify"
@@ -26,8 +24,6 @@ def run(args: argparse.Namespace) -> None:
     from rlplus.tools.convert import convert
     from rlplus.train.config import write_new
 
-    if args.gpus < 1:
-        raise ValueError(f"want --gpus of at least 1; got {args.gpus}")
     converted = convert(Path(args.script), args.gpus, args.overrides)
     write_new(Path(args.out), converted.text)
     console = Terminal()

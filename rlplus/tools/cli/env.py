@@ -3,13 +3,11 @@
 import argparse
 import json
 import sys
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from rlplus.tools.cli.common import Commands
+from rlplus.tools.cli.common import Commands
 
 
-def add(commands: "Commands") -> None:
+def add(commands: Commands) -> None:
     """Add the command's arguments."""
     env = commands.add_parser("env", help="this machine's versions, devices and backends as JSON, for bug reports")
     env.set_defaults(run=run)

@@ -3,22 +3,21 @@
 import argparse
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, get_args
+from typing import TYPE_CHECKING
 
 from rlplus.common import rank_variables
-from rlplus.tools.cli.common import YAML, add_configuration, quiet_imports, terminal
+from rlplus.tools.cli.common import YAML, Commands, add_configuration, quiet_imports, terminal
 
 if TYPE_CHECKING:
-    from rlplus.tools.cli.common import Commands
     from rlplus.train.config import Config
-    from rlplus.train.evaluation import Evaluation
+    from rlplus.train.evaluation.results import Evaluation
 
 SHIPPED = Path(__file__).parents[2] / "configs"
 UNREAD = ("data", "algorithm", "checkpoint", "log", "validation")  # sections about a training
 READ = "data.response_prefix"  # the exception: it is part of the response that is graded
 
 
-def add(commands: "Commands") -> None:
+def add(commands: Commands) -> None:
     """Add the command's arguments."""
     evaluate = commands.add_parser("eval", help="pass@1 and pass@k of a model on benchmarks or a configuration's data")
     evaluate.add_argument("--model", help="Hugging Face folder; default: output_dir/model of the run or its last stage")
@@ -69,7 +68,9 @@ def _evaluate(config: "Config", model: str | None, output: Path, overwrite: bool
     """Evaluate until a signal comes, print the table and write the results. own: the model has no configuration."""
     from rlplus.common.terminal import Terminal, counter
     from rlplus.train.config import SAMPLES, check_evaluation_files
-    from rlplus.train.evaluation import evaluate_model, result_table, save_results
+    from rlplus.train.evaluation.results import save_results
+    from rlplus.train.evaluation.sample import evaluate_model
+    from rlplus.train.evaluation.table import result_table
     from rlplus.train.trainer.ranks import initialize_distributed
     from rlplus.train.trainer.stop import ended_by_signals
 
@@ -156,10 +157,10 @@ def _model(args: argparse.Namespace) -> str | None:
 
 
 def evaluated(args: argparse.Namespace) -> tuple[Path, list[str]]:
-    """The configuration's file, and the overrides, including those given as options. ValueError names option or key."""
-    options = {"evaluation.data.path": args.data, "evaluation.data.template": _template(args.template)}
+    """The configuration's file, and the overrides, including those given as options."""
+    options = {"evaluation.data.path": args.data, "evaluation.data.template": args.template}
     if args.benchmarks is not None:
-        options["evaluation.benchmarks"] = f"[{', '.join(_benchmarks(args.benchmarks))}]"
+        options["evaluation.benchmarks"] = f"[{args.benchmarks}]"
     overrides = [f"{key}={value}" for key, value in options.items() if value is not None]
     if (model := _model(args)) is None:
         return Path(args.config), [*overrides, *args.overrides]
@@ -181,27 +182,3 @@ def _check_read(overrides: list[str]) -> None:
         if section in UNREAD and key != READ:
             instead = f"; want evaluation.{key}" if section == "data" else ""
             raise ValueError(f"{key}: an evaluation does not read the section {section}, it trains nothing{instead}")
-
-
-def _benchmarks(text: str) -> list[str]:
-    """The registry's names for --benchmarks, where files may have others."""
-    from rlplus.common.errors import hint
-    from rlplus.train.config import BENCHMARKS, benchmark_name
-
-    names = []
-    for given in filter(None, map(str.strip, text.split(","))):
-        if (name := benchmark_name(given)) is None:
-            near = hint(given, BENCHMARKS)
-            raise ValueError(f"--benchmarks: want names from {', '.join(BENCHMARKS)}; got {given!r}{near}")
-        names.append(name)
-    return names
-
-
-def _template(name: str | None) -> str | None:
-    from rlplus.common.errors import hint
-    from rlplus.train.config import DataConfig
-
-    known = get_args(DataConfig.model_fields["template"].annotation)
-    if name is not None and name not in known:
-        raise ValueError(f"--template: want {', '.join(known)}; got {name!r}{hint(name, known)}")
-    return name

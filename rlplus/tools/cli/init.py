@@ -2,16 +2,12 @@
 
 import argparse
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from rlplus.common import activity
-from rlplus.tools.cli.common import KNOWN_GPUS, quiet_imports, saying_phases
-
-if TYPE_CHECKING:
-    from rlplus.tools.cli.common import Commands
+from rlplus.tools.cli.common import KNOWN_GPUS, Commands, quiet_imports, saying_phases
 
 
-def add(commands: "Commands") -> None:
+def add(commands: Commands) -> None:
     """Add the command's arguments."""
     init = commands.add_parser("init", help="write a first configuration, for your model, data and GPU, that fits")
     init.add_argument("--model", required=True, help="a Hugging Face folder, or a name on the hub")

@@ -9,16 +9,23 @@ from typing import TYPE_CHECKING
 
 from rlplus.common import activity
 from rlplus.common.errors import RunFailed
-from rlplus.tools.cli.common import KNOWN_GPUS, YAML, add_configuration, naming_stage, quiet_imports, saying_phases
+from rlplus.tools.cli.common import (
+    KNOWN_GPUS,
+    YAML,
+    Commands,
+    add_configuration,
+    naming_stage,
+    quiet_imports,
+    saying_phases,
+)
 
 if TYPE_CHECKING:
-    from rlplus.tools.cli.common import Commands
     from rlplus.tools.plan import Plan
     from rlplus.tools.plan.data_report import DataPlan
     from rlplus.train.config import Config
 
 
-def add(commands: "Commands") -> None:
+def add(commands: Commands) -> None:
     """Add the command's arguments."""
     plan = commands.add_parser("plan", help="memory of each GPU by part, and a rough time, before a run")
     plan.add_argument("--gpus", type=int, help="how many; default: this machine's, or 8")
@@ -91,7 +98,8 @@ def _plan_comparison(args: argparse.Namespace) -> int:
         raise ValueError(f"--data is for a training configuration; {args.config} is a comparison")
     quiet_imports()
     from rlplus.common.terminal import Terminal
-    from rlplus.tools.compare import Runner, load_comparison
+    from rlplus.tools.compare.config import load_comparison
+    from rlplus.tools.compare.launches import Runner
     from rlplus.tools.compare.planned_runs import lines, plan_comparison
     from rlplus.tools.plan import make_cluster
 

@@ -4,17 +4,13 @@ import argparse
 import logging
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from rlplus.tools.cli.common import labels_of
-
-if TYPE_CHECKING:
-    from rlplus.tools.cli.common import Commands
+from rlplus.tools.cli.common import Commands, labels_of
 
 logger = logging.getLogger(__name__)
 
 
-def add(commands: "Commands") -> None:
+def add(commands: Commands) -> None:
     """Add the command's arguments."""
     report = commands.add_parser("report", help="curves, results and samples of runs and evaluations as one HTML file")
     report.add_argument(
@@ -45,7 +41,8 @@ def run(args: argparse.Namespace) -> None:
 def _report_comparison(results: Path, output: Path) -> None:
     from rlplus.common.durable import write_text
     from rlplus.common.terminal import Terminal
-    from rlplus.tools.compare import Results, page_of
+    from rlplus.tools.compare.outcomes import Results
+    from rlplus.tools.compare.page import page_of
 
     title = results.resolve().parent.name if results.name == "results.json" else results.stem  # the title of its page
     page = page_of(Results.load(results), title)
@@ -59,7 +56,7 @@ def _write_page(labels: Mapping[str, Path], output: Path) -> None:
     from rlplus.common.terminal import Terminal
     from rlplus.tools.report import load_run, write_report
     from rlplus.train.config import SAMPLES, is_run
-    from rlplus.train.evaluation import Evaluation, load_results
+    from rlplus.train.evaluation.results import Evaluation, load_results
 
     results: dict[str, dict[str, Evaluation]] = {}
     runs = {}

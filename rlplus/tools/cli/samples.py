@@ -2,17 +2,17 @@
 
 import argparse
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from rlplus.tools.cli.common import Commands
+from rlplus.tools.cli.common import Commands, at_least
 
 
-def add(commands: "Commands") -> None:
+def add(commands: Commands) -> None:
     """Add the command's arguments."""
     samples = commands.add_parser("samples", help="print kept samples, their unlikely tokens in colour")
     samples.add_argument("folders", nargs="+", metavar="FOLDER", help="output folders of runs or evaluations")
-    samples.add_argument("-n", "--problems", type=int, default=5, metavar="N", help="how many, newest first; default 5")
+    samples.add_argument(
+        "-n", "--problems", type=at_least(1), default=5, metavar="N", help="how many, newest first; default 5"
+    )
     samples.add_argument("--step", type=int, help="of the kept step nearest to this one; default: the newest ones")
     samples.add_argument("--wrong", action="store_true", help="only problems with a wrong response, and that one")
     samples.set_defaults(run=run)
@@ -22,8 +22,6 @@ def run(args: argparse.Namespace) -> None:
     """Print the samples of each folder."""
     from rlplus.train.config import SAMPLES, check_samples_folder
 
-    if args.problems < 1:
-        raise ValueError(f"want --problems at least 1; got {args.problems}")
     folders = [Path(folder) for folder in args.folders]
     for folder in folders:
         check_samples_folder(folder, of_step=args.step is not None)

@@ -7,14 +7,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rlplus.common.errors import RunFailed
-from rlplus.tools.cli.common import add_configuration, naming_stage, quiet_imports, terminal
+from rlplus.tools.cli.common import Commands, add_configuration, naming_stage, quiet_imports, terminal
 
 if TYPE_CHECKING:
-    from rlplus.tools.cli.common import Commands
     from rlplus.train.config import Config
 
 
-def add(commands: "Commands") -> None:
+def add(commands: Commands) -> None:
     """Add the command's arguments."""
     train = commands.add_parser("train", help="train as a configuration file says", allow_abbrev=False)
     train.add_argument(

@@ -3,15 +3,11 @@
 import argparse
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from rlplus.tools.cli.common import quiet_imports
-
-if TYPE_CHECKING:
-    from rlplus.tools.cli.common import Commands
+from rlplus.tools.cli.common import Commands, quiet_imports
 
 
-def add(commands: "Commands") -> None:
+def add(commands: Commands) -> None:
     """Add the command's arguments."""
     push = commands.add_parser("push", help="upload a finished run's model, card and results to the Hugging Face hub")
     push.add_argument("folder", metavar="RUN", help="output folder of a run")

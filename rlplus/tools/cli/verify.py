@@ -2,21 +2,23 @@
 
 import argparse
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from rlplus.tools.cli.common import quiet_imports
-
-if TYPE_CHECKING:
-    from rlplus.tools.cli.common import Commands
+from rlplus.tools.cli.common import Commands, at_least, quiet_imports
 
 
-def add(commands: "Commands") -> None:
+def add(commands: Commands) -> None:
     """Add the command's arguments."""
     verify = commands.add_parser("verify", help="recompute a step of a run in float64 and print the errors")
     verify.add_argument("folder", metavar="RUN", help="output folder of a run of one process; it is not changed")
-    verify.add_argument("--step", type=int, metavar="N", help="from the checkpoint of step N; default: the newest one")
     verify.add_argument(
-        "--sequences", type=int, default=4, metavar="K", help="sequences whose gradients are compared; default 4"
+        "--step", type=at_least(1), metavar="N", help="from the checkpoint of step N; default: the newest one"
+    )
+    verify.add_argument(
+        "--sequences",
+        type=at_least(1),
+        default=4,
+        metavar="K",
+        help="sequences whose gradients are compared; default 4",
     )
     verify.set_defaults(run=run)
 
@@ -27,9 +29,6 @@ def run(args: argparse.Namespace) -> int:
 
     folder = Path(args.folder)
     check_run_folder(folder)
-    for option, value, least in (("--step", args.step, 1), ("--sequences", args.sequences, 1)):
-        if value is not None and value < least:
-            raise ValueError(f"want {option} at least {least}; got {value}")
     quiet_imports()
     from rlplus.common.terminal import Terminal
     from rlplus.tools.verify import verify_run

@@ -1,17 +1,13 @@
 """`rlplus watch`."""
 
 import argparse
-from typing import TYPE_CHECKING
 
-from rlplus.tools.cli.common import labels_of
-
-if TYPE_CHECKING:
-    from rlplus.tools.cli.common import Commands
+from rlplus.tools.cli.common import Commands, labels_of
 
 PORT = 8420
 
 
-def add(commands: "Commands") -> None:
+def add(commands: Commands) -> None:
     """Add the command's arguments."""
     watch = commands.add_parser("watch", help="a page on this machine that follows runs while they train")
     watch.add_argument("runs", nargs="+", metavar="RUN", help="output folders of runs, beside each other")

@@ -2,20 +2,18 @@
 
 import argparse
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from rlplus.tools.cli.common import add_configuration
-
-if TYPE_CHECKING:
-    from rlplus.tools.cli.common import Commands
+from rlplus.tools.cli.common import Commands, add_configuration, at_least
 
 
-def add(commands: "Commands") -> None:
+def add(commands: Commands) -> None:
     """Add the command's arguments."""
     problems = commands.add_parser("problems", help="write the problems of an environment as data, one JSON per line")
     add_configuration(problems, "YAML file with rollout.environment")
     problems.add_argument("--out", help="the file to write, data.path by default; never overwritten")
-    problems.add_argument("-n", type=int, metavar="N", help="how many; default: all. A server has no end of them")
+    problems.add_argument(
+        "-n", type=at_least(1), metavar="N", help="how many; default: all. A server has no end of them"
+    )
     problems.add_argument("--held-out", action="store_true", help="those for evaluations, if the environment has some")
     problems.set_defaults(run=run)
 
@@ -27,8 +25,6 @@ def run(args: argparse.Namespace) -> None:
     from rlplus.common.terminal import Terminal
     from rlplus.train.config import load_config, write_new
 
-    if args.n is not None and args.n < 1:
-        raise ValueError(f"want -n of at least 1; got {args.n}")
     config = load_config(args.config, args.overrides)
     if config.rollout.environment is None:
         raise ValueError(f"want rollout.environment in {args.config}; it has none")

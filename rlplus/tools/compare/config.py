@@ -157,7 +157,8 @@ class Comparison(Section):
 
     def _problems(self) -> Iterator[str]:
         yield from _unknown("methods", self._named_methods(), self.methods)
-        yield from _unknown("settings", self._named_settings(), self.settings)
+        named = ((f"studies.{title}.settings", name) for title, each in self.studies.items() for name in each.settings)
+        yield from _unknown("settings", named, self.settings)
         yield from self._odd_names()
         yield from self._owned_keys()
         for title, study in self.studies.items():
@@ -187,10 +188,6 @@ class Comparison(Section):
         for place, overrides in sections:
             for key in owned(overrides, self):
                 yield f"{place}: {key} is the comparison's, which gives each run its own: leave it out"
-
-    def _named_settings(self) -> Iterator[tuple[str, str]]:
-        for title, study in self.studies.items():
-            yield from ((f"studies.{title}.settings", name) for name in study.settings)
 
     def _named_methods(self) -> Iterator[tuple[str, str]]:
         for title, study in self.studies.items():

@@ -24,7 +24,7 @@ from rlplus.tools.compare.config import BASE, Comparison, Overrides, best_rate
 from rlplus.tools.compare.prepared import MODEL, TEST, TRAIN, VALIDATION, Preparation, checked_options, find_function
 from rlplus.tools.compare.run_identity import ASKED, read_asked, trained_part, without_own
 from rlplus.train.config import Config, load_config
-from rlplus.train.evaluation import Evaluation, load_results
+from rlplus.train.evaluation.results import Evaluation, load_results
 from rlplus.train.reward.supervisor import end_with_parent
 
 FINISHED = "finished"  # written into a run's folder at its end

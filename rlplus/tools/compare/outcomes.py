@@ -6,14 +6,14 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Self
 
-from pydantic import ConfigDict, TypeAdapter, ValidationError
+from pydantic import ConfigDict
 
 from rlplus.common.durable import write_text
 from rlplus.common.textfiles import read_text
 from rlplus.tools.compare.config import Comparison
 from rlplus.tools.report import RunData, load_run
 from rlplus.tools.report.charts import DEMONSTRATIONS, DYNAMICS, NOISE, binned
-from rlplus.train.evaluation import Evaluation
+from rlplus.train.evaluation.results import Evaluation, from_json
 
 POINTS = 60  # points of a curve at most
 # Reward, entropy, response length; p of demonstrated tokens; noise of a sampled backward pass.
@@ -81,16 +81,7 @@ class Results:
         if not path.is_file():
             what = "it is a folder" if path.is_dir() else f"no such file (current directory: {Path.cwd()})"
             raise ValueError(f"want results, as `rlplus compare` writes them; got {path}: {what}")
-        try:
-            return TypeAdapter(cls).validate_json(read_text(path))
-        except ValidationError as error:
-            first = error.errors()[0]
-            where = ".".join(map(str, first["loc"]))
-            place = f"{where}: " if where else ""
-            got = f"no {where}" if first["type"] == "missing" else f"{place}{first['msg']}"
-            if first["type"] in ("dataclass_type", "model_type"):
-                got = f"{place}{str(first['input'])[:80]!r}, which is no object"
-            raise ValueError(f"want results, as `rlplus compare` writes them, in {path}; got {got}") from error
+        return from_json(cls, read_text(path), f"want results, as `rlplus compare` writes them, in {path}")
 
 
 def outcome_of(

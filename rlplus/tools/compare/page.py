@@ -13,16 +13,9 @@ from rlplus.tools.compare.outcomes import CURVES, Results
 from rlplus.tools.report import render
 from rlplus.tools.report.charts import ACCENT, Chart, Series, pass_chart, step_chart
 from rlplus.tools.report.tables import Cell, Table, interval, percent
-from rlplus.train.evaluation import (
-    Estimate,
-    Evaluation,
-    join,
-    misleading,
-    note_of,
-    paired_difference,
-    pooled_pass_at,
-    unseen,
-)
+from rlplus.train.evaluation.clusters import misleading, note_of, unseen
+from rlplus.train.evaluation.estimates import Estimate
+from rlplus.train.evaluation.results import Evaluation, join, paired_difference, pooled_pass_at
 
 MOST_LINES = 6  # drawn per chart
 NOTE = (

@@ -11,7 +11,7 @@ from rlplus.tools.compare.config import BASE, Comparison
 from rlplus.tools.compare.outcomes import Results, outcome_of
 from rlplus.tools.report import RunData, load_run
 from rlplus.train.config import check_report_folder, is_run, recorded_config
-from rlplus.train.evaluation import Evaluation, load_results
+from rlplus.train.evaluation.results import Evaluation, load_results
 
 TITLE = "Runs"
 SAME = ("problems", "k", "temperature", "grader")  # fields in which the evaluations of a test set must agree
@@ -115,22 +115,22 @@ def _check_tests(past: Sequence[PastRun]) -> None:
             have = "; ".join(f"{each.folder} has {', '.join(each.results)}" for each in (first, one))
             raise ValueError(f"want runs evaluated on the same benchmarks; {have}")
         for name, result in one.results.items():
-            wanted = first.results[name]
-            if wrong := [field for field in SAME if getattr(result, field) != getattr(wanted, field)]:
+            wanted = _facts(first.results[name])
+            wrong = [key for key, value in _facts(result).items() if wanted.get(key, value) != value]
+            if wrong:
                 raise ValueError(
                     f"want one evaluation of {name} for all runs; {one.folder} and {first.folder} differ in "
                     f"{', '.join(wrong)}"
                 )
-            for key in RULES if wanted.asked and result.asked else ():
-                rules = [each.asked.get(key, "none") for each in (wanted, result)]
-                if rules[0] != rules[1]:
-                    raise ValueError(
-                        f"want one rule {key} for the evaluations of {name}; got {rules[0]} in {first.folder} and "
-                        f"{rules[1]} in {one.folder}"
-                    )
-            data = [each.asked.get("data", "").rpartition("@")[2] for each in (wanted, result)]
-            if all(data) and data[0] != data[1]:
-                raise ValueError(f"want the same problems of {name}; {one.folder} and {first.folder} have other ones")
+
+
+def _facts(result: Evaluation) -> dict[str, Any]:
+    """What the evaluations of a test set must agree in, as far as it is known."""
+    facts = {name: getattr(result, name) for name in SAME}
+    if result.asked:
+        facts |= {key: result.asked.get(key, "none") for key in RULES}
+    _, _, rows = result.asked.get("data", "").rpartition("@")
+    return facts | ({"rows of the data": rows} if rows else {})
 
 
 def _methods(runs: Sequence[PastRun]) -> dict[str, dict[int, PastRun]]:

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from rlplus.tools.convert.expressions import LIMIT
+from rlplus.tools.convert.names import LIMIT
 from rlplus.train.config.synonyms import ending
 
 
@@ -83,10 +83,6 @@ class Draft:
         good = isinstance(value, int | float) and not isinstance(value, bool) and value > above and abs(value) < LIMIT
         self._check(name, good, "a number" if above == -math.inf else f"a number greater than {above:g}")
         return float(value)
-
-    def table(self, name: str) -> None:
-        """ValueError for a dictionary that is given as something else; the names of its keys are dotted."""
-        self._check(name, self.get(name) in (None, {}), "a dictionary")
 
     def _check(self, name: str, good: bool, wanted: str) -> None:
         if not good:

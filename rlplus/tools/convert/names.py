@@ -1,22 +1,51 @@
 """Names of a Python file: the values that its syntax shows."""
 
 import ast
+import operator
 import sys
 from collections import defaultdict
 from typing import Any
 
-from rlplus.tools.convert.expressions import Unknown, calculate, number
-
 READ = ("GRPOConfig", "GRPOTrainer", "LoraConfig", "load_dataset")
 SHOWING = ("print", "len", "repr", "str")
-BINDING = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.ExceptHandler, ast.MatchAs, ast.MatchStar)
-NAMING = {"setattr": -2, "__setattr__": -2, "delattr": -1, "__delattr__": -1}  # the argument that names what they set
+NAMING = {"setattr", "__setattr__", "delattr", "__delattr__"}  # the last argument but one may name what they set
 ANYTHING = {"exec", "eval", "globals", "locals", "vars", "builtins", "__builtins__"}  # may set any name
 IMPORTING = {"__import__", "import_module"}  # and so may what they import
 ANYTHING_OF = {"__dict__", "__globals__", "f_globals", "f_locals", *IMPORTING}  # attributes that may
 STEPS = 10_000  # the most nodes of a value: names of names double them without end
 DEPTH = 100
-TABLES = 200  # the most dictionaries of a file, which may contain each other
+
+OPERATIONS: dict[type[ast.operator], Any] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+    ast.Pow: operator.pow,
+}
+LIMIT = 2**63  # larger numbers are no settings, and larger powers take time
+
+
+class Unknown(ValueError):
+    """A value that only running the script would tell."""
+
+
+def number(value: Any) -> Any:
+    """The value, if it is a number whose size is moderate; Unknown for others."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < LIMIT:
+        raise Unknown
+    return value
+
+
+def calculate(operation: ast.operator, left: Any, right: Any) -> Any:
+    """The result; Unknown for operands that are no numbers, other operations, and results that do not exist."""
+    if type(operation) not in OPERATIONS or (isinstance(operation, ast.Pow) and abs(number(right)) > 64):
+        raise Unknown
+    try:
+        return number(OPERATIONS[type(operation)](number(left), number(right)))
+    except ArithmeticError as error:
+        raise Unknown from error
 
 
 def called(call: ast.AST) -> str:
@@ -35,47 +64,42 @@ class Names:
 
     def __init__(self, tree: ast.AST) -> None:
         self.parents = {child: node for node in ast.walk(tree) for child in ast.iter_child_nodes(node)}
-        self.stored: dict[str, ast.expr | ast.stmt] = {}
+        self.stored: dict[str, ast.expr | ast.alias] = {}
         self._bound: dict[str, list[ast.AST]] = defaultdict(list)  # the value of each plain assignment, else a node
         self._loads: dict[str, list[ast.expr]] = defaultdict(list)
-        self._kept: dict[str, bool] = {}
         self._star = 0
         self._left = STEPS
-        self._tables = TABLES
         for node in ast.walk(tree):
             self._bind(node)
 
     def _bind(self, node: ast.AST) -> None:
+        parent = self.parents.get(node)
         if isinstance(node, ast.Name):
-            parent = self.parents[node]
             plain = isinstance(parent, ast.Assign | ast.AnnAssign) and parent.value is not None
             if isinstance(node.ctx, ast.Load):
                 self._loads[node.id].append(node)
                 self._look(node, node.id, ANYTHING | IMPORTING)
             else:
-                self._bound[node.id].append(parent.value if plain else node)  # type: ignore[attr-defined]
+                self._bound[node.id].append(parent.value if plain else node)  # type: ignore[union-attr]
         elif isinstance(node, ast.Attribute):
             if isinstance(node.ctx, ast.Load):
                 self._loads[f".{node.attr}"].append(node)
                 self._look(node, node.attr, ANYTHING_OF)
             elif not (isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")):
                 self._store(node.attr, node)
-        elif isinstance(node, ast.arg):
-            self._bound[node.arg].append(node)
-        elif isinstance(node, ast.ImportFrom | ast.Import):
-            for alias in node.names:
-                self._bound[alias.asname or alias.name.partition(".")[0]].append(node)
-                if alias.name in ANYTHING | IMPORTING:
-                    self._store("", node)
-                if alias.name == "*":
-                    once = isinstance(self.parents[node], ast.Module)
-                    self._star = max(self._star, node.lineno if once else sys.maxsize)
-        elif isinstance(node, BINDING) and node.name:
-            self._bound[node.name].append(node)
-        elif isinstance(node, ast.MatchMapping) and node.rest:
-            self._bound[node.rest].append(node)
+        elif isinstance(node, ast.alias):
+            self._bound[node.asname or node.name.partition(".")[0]].append(parent or node)
+            if node.name in ANYTHING | IMPORTING:
+                self._store("", node)
+            if node.name == "*":
+                once = isinstance(self.parents.get(parent or node), ast.Module)
+                self._star = max(self._star, node.lineno if once else sys.maxsize)
+        elif not isinstance(node, ast.keyword):  # functions, classes, arguments, exceptions and patterns
+            for field in ("name", "arg", "rest"):
+                if isinstance(name := getattr(node, field, None), str):
+                    self._bound[name].append(node)
 
-    def _store(self, name: str, node: ast.expr | ast.stmt) -> None:
+    def _store(self, name: str, node: ast.expr | ast.alias) -> None:
         """Take an attribute for set, and a name, as the attribute may be a module's."""
         self.stored[name] = node
         self._bound[name].append(node)
@@ -85,8 +109,7 @@ class Names:
         call = self.parents[node]
         if name in NAMING:
             arguments = call.args if isinstance(call, ast.Call) and call.func is node else []
-            plain = len(arguments) >= -NAMING[name] and not any(isinstance(part, ast.Starred) for part in arguments)
-            named = arguments[NAMING[name]] if plain else node
+            named = arguments[-2] if len(arguments) > 1 else node
             self._store(str(named.value) if isinstance(named, ast.Constant) else "", node)
         elif name in anything:
             self._store("", node)
@@ -108,12 +131,9 @@ class Names:
         return values[0]
 
     def container(self, name: str) -> ast.expr:
-        """The value of a name that is assigned once, alone, and used in no way that may change a container."""
+        """The value of a name that is assigned once, alone, and used once, so that nothing else may change it."""
         value = self.one(name)
-        if name not in self._kept:
-            self._kept[name] = False  # while its uses are looked at
-            self._kept[name] = self._is_alone(value) and all(map(self._is_read, self._loads[name]))
-        if not self._kept[name]:
+        if not self._is_alone(value) or len(self._loads[name]) != 1:
             raise Unknown
         return value
 
@@ -122,29 +142,6 @@ class Names:
         parent = self.parents[value]
         targets = getattr(parent, "targets", None) or [getattr(parent, "target", None)]
         return isinstance(parent, ast.Assign | ast.AnnAssign) and len(targets) == 1 and isinstance(targets[0], ast.Name)
-
-    def _is_read(self, node: ast.expr) -> bool:
-        """Whether a use of a container cannot change it."""
-        start = node
-        parent = self.parents[node]
-        while isinstance(parent, ast.Subscript) and parent.value is node and isinstance(parent.ctx, ast.Load):
-            node = parent
-            parent = self.parents[parent]
-        if isinstance(parent, ast.BinOp | ast.UnaryOp | ast.FormattedValue | ast.Compare):
-            return node is not start
-        if any(self.is_read_by(node, name) for name in (*READ, *SHOWING)):
-            return True
-        if not isinstance(parent, ast.Dict) and not self.is_read_by(node, "dict"):
-            return False
-        while isinstance(parent, ast.Dict | ast.keyword) or self.calls(parent, "dict"):  # which share what is inside
-            node = parent  # type: ignore[assignment]
-            parent = self.parents[parent]
-        if any(self.is_read_by(node, name) or self.calls(parent, name) for name in READ):
-            return True
-        try:
-            return self._is_alone(node) and bool(self.container(parent.targets[0].id))  # type: ignore[attr-defined]
-        except (Unknown, AttributeError):
-            return False
 
     def reads_data(self, name: str) -> bool:
         """Whether no use of a name of data changes them in place: methods whose results are used make new data."""
@@ -205,8 +202,7 @@ class Names:
         except Unknown:
             return None
         if isinstance(node, ast.Dict) or (isinstance(node, ast.Call) and self.calls(node, "dict") and not node.args):
-            self._tables -= 1
-            return node if self._tables > 0 else None
+            return node
         return None
 
     def _followed(self, node: ast.expr) -> ast.expr:

@@ -7,8 +7,7 @@ import ast
 from types import NoneType
 
 from rlplus.tools.convert.draft import Script
-from rlplus.tools.convert.expressions import Unknown
-from rlplus.tools.convert.names import READ, SHOWING, Names, called
+from rlplus.tools.convert.names import READ, SHOWING, Names, Unknown, called
 from rlplus.tools.convert.trl_arguments import DEFAULTS
 from rlplus.train.config.synonyms import TRL, WITHOUT
 

@@ -1,20 +1,19 @@
 """verl's overrides, read from a shell script, which is never executed.
 
-A variable is known where plain assignments, each executed once and in its place, are all that sets it. Whatever else
-may set it makes it unknown.
+A variable is known where plain assignments, each executed once and in its place, are all that sets it. Any other
+command makes unknown what it names, but for a few commands that are known to set nothing.
 """
 
 import ast
 import re
-from collections import Counter
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from rlplus.common.yaml_text import parse_yaml
 from rlplus.tools.convert.draft import Script
-from rlplus.tools.convert.expressions import Unknown, calculate, number
-from rlplus.tools.convert.shell_changes import ASSIGNED, DECLARING, HARMLESS, NAME, Change, changes, counted, evaluated
+from rlplus.tools.convert.names import Names, Unknown
 from rlplus.tools.convert.shell_words import Command, Part, Scanner, Word
 from rlplus.tools.convert.verl_overrides import OPTIONS
 
@@ -24,18 +23,51 @@ OWN = re.compile(  # variables that bash itself sets, most of them without an as
     r"|0|_|BASH\w*|COLUMNS|COMP_\w*|COPROC|DIRSTACK|EPOCH\w*|EUID|FUNCNAME|GROUPS|HISTCMD|HOST\w+|IFS|LINENO|LINES|MACHTYPE"
     r"|MAPFILE|OLDPWD|OPT\w+|OSTYPE|PATH|PIPESTATUS|PPID|PS\d|PWD|S?RANDOM|REPLY|SECONDS|SHELL|SHELLOPTS|SHLVL|TERM|UID"
 )
-TERMS = re.compile(rf"(?:(?!\+\+|--)(?:(?:0|[1-9]\d*|{NAME})(?!\w)|[-+*/%()\s]))*", re.A)
+DECLARING = {"export", "local", "readonly", "declare", "typeset"}
+SETTING = DECLARING | {"read", "unset", "mapfile", "readarray", "getopts", "let", "printf", "wait"}
+UNSEEN = {  # run a text that is not seen, or make names stand for one
+    "source", ".", "eval", "trap", "enable", "fc", "bind", "alias", "complete", "compgen",
+}  # fmt: skip
+HARMLESS = {
+    ":", "[", "[[", "test", "true", "false", "echo", "cd", "pwd", "pushd", "popd", "dirs", "exit", "return", "logout",
+    "break", "continue", "shift", "set", "shopt", "ulimit", "umask", "times", "type", "hash", "help", "history", "jobs",
+    "kill", "bg", "fg", "disown", "suspend", "caller", "unalias", "compopt", "case", "mkdir", "rm", "cat", "tee",
+    "sleep", "pip", "pip3", "python", "python3", "ray", "torchrun",
+}  # fmt: skip
+NAME = r"[A-Za-z_]\w*"
+TARGET = re.compile(rf"({NAME})(?:(\+?=).*)?", re.A | re.DOTALL)
+NAMED = re.compile(rf"(?<![\w$.{{/-])({NAME})|^\{{({NAME})\}}[<>&]|^-\w*", re.A)
+# What arithmetic and expansions set, wherever they are; arithmetic is taken to reach to the end of its line.
+DEFAULTED = re.compile(rf"\$\{{({NAME})(?:\[[^]]*\])?:?=", re.A)
+ARITHMETIC = re.compile(
+    rf"(?:\(\(.*?\)\)|\$\[|\[\[|\w\[(?![@*])|\$\{{{NAME}:(?![-=?+])|\blet\b|\b(?:{'|'.join(DECLARING)})\b[^\n]*\s-\w*i)[^\n]*",
+    re.A | re.DOTALL,
+)
+SET = r"\s*(?:\+\+|--|[-+*/%|&^<>]*=(?!=))"
+COUNTED = re.compile(rf"(?:\+\+|--)\s*({NAME})|(?<![\w$.])({NAME})(?:\[[^]]*\])?{SET}", re.A)
+COUNTING = re.compile(rf"(?:\+\+|--)\s*{NAME}|(?<![\w.]){NAME}{SET}", re.A)
+EXPANSION = re.compile(r"(\w*)(?:(:?[-?])(.*)|\[([@*])\])?", re.A | re.DOTALL)
 OPTION = re.compile(r"[-+][A-Za-z]+|pipefail|errexit|nounset|xtrace")
 BRACES = re.compile(r"\{[^{}\s]*(?:,|\.\.)[^{}\s]*\}")
 # Tags, anchors, times, octal numbers and other booleans are YAML's; Hydra takes them for text.
 YAML_ONLY = re.compile(r"(?:^|[\s,:\[{])[!&*]|^(?:[\d:.-]*\d[:-]\d[\d:.-]*|0\d+|yes|no|on|off)$", re.I)
-EXPANSION = re.compile(r"(\w*)(:?[-?]|\[(?:@|\*|\d+)\]|)(.*)", re.A | re.DOTALL)
-DEEPEST = 10_000  # characters of an expansion, which may contain others
 LONGEST = 100_000  # characters of a value, and words of an array: doubled ones have no end
 UNKNOWN = "\0"  # stands for what only running the script would tell
 
-Field = tuple[str, int]  # a word after the expansions, and its line
-Piece = tuple[str | None, bool, int]  # a part of fields, whether it is split at blanks, its line; None ends a field
+
+class Field(NamedTuple):
+    """A word after the expansions, and its line."""
+
+    text: str
+    line: int
+
+
+class Target(NamedTuple):
+    """A variable that a plain assignment sets; without a value a declaration only names it."""
+
+    name: str
+    sign: str | None
+    word: Word
 
 
 def read_shell(text: str, path: Path) -> Script:
@@ -47,8 +79,6 @@ def read_shell(text: str, path: Path) -> Script:
         raise ValueError(f"{path}: want one command of verl.trainer.main_ppo; got {_came(lines, text)}")
     target = commands[found[0]]
     variables = _Variables(text, commands[: found[0]], commands[found[0] :] if target.inside else [])
-    for command in commands[: found[0]]:
-        variables.follow(command)
     script = Script()
     start = next(i for i, word in enumerate(target.words) if PROGRAM.fullmatch(word.raw))
     read = [(*field, word.raw) for word in target.words[start + 1 :] for field in variables.fields(word)]
@@ -75,231 +105,202 @@ def _came(lines: str, text: str) -> str:
     return f"none, but {other[0]}, which is another program" if other else "none"
 
 
+def _targets(command: Command) -> list[Target] | None:
+    """What a command of plain assignments sets, also behind `export` and the like; None for another command."""
+    words = command.words
+    if words[0].raw in DECLARING:
+        words = tuple(word for word in words[1:] if not re.fullmatch(r"-[agrxi]+", word.raw))
+    found = [TARGET.fullmatch(word.raw) for word in words]
+    indexed = any(item.raw.startswith("[") for word in words for item in word.items or ())
+    if indexed or not all(match and (match[2] or words != command.words) for match in found):
+        return None
+    return [Target(match[1], match[2], word) for match, word in zip(found, words, strict=True) if match]
+
+
+def _is_followed(command: Command) -> bool:
+    """Whether the targets of a command get these values: an assignment, or an export without options."""
+    first, *rest = command.words
+    return first.raw not in DECLARING or (first.raw == "export" and not any(word.raw.startswith("-") for word in rest))
+
+
+def _named(command: Command) -> set[str]:
+    """The variables that a command may set; "" for any variable."""
+    words = [re.sub(r"[\\'\"]", "", word.raw) for word in command.words]
+    name = words[0]
+    plain = name in HARMLESS or name.startswith("((")  # what arithmetic sets is looked for everywhere
+    plain |= name == "printf" and words[1:] != [] and words[1][:1] not in ("-", "$", "`", "")
+    plain |= name == "wait" and not any(word.startswith("-") for word in words)
+    if plain and not any(re.match(r"\{\w+\}[<>&]", word) for word in words):
+        return set()
+    expanded = any(re.search(r"[$`]", word) for word in words)
+    references = not DECLARING.isdisjoint(words) and any(re.match(r"[-+]\w*n", word) for word in words)
+    if not UNSEEN.isdisjoint(words) or references or re.search(r"[$`]", name):
+        return {""}
+    if not SETTING.isdisjoint(words) and expanded:
+        return {""}
+    names = {match[0].strip("{}<>&") for word in words for match in NAMED.finditer(word)}
+    return names | {option[i:] for option in names if option.startswith("-") for i in range(2, len(option))}
+
+
 class _Variables:
-    """before, behind: the commands that stand there, and may be executed before verl's."""
+    """The variables at the end of `before`, the commands in front of verl's. behind: those that may precede it, too.
+
+    A variable is unsure in the whole script if something but assignments that are executed in their place may set it.
+    """
 
     def __init__(self, text: str, before: list[Command], behind: list[Command]) -> None:
         self._values: dict[str, str | list[Field]] = {"HOME": "~"}
-        defaulted = [change.name for command in before + behind if command.words[0].raw == ":"
-                     for group in changes(command) for change in group]  # fmt: skip
-        names = {*(Counter(counted(text)) - Counter(defaulted)), *evaluated(text, before + behind)}
-        self._unsure: dict[str, list[Word | None]] = {name: [None] for name in names}  # "" is any variable
-        self._added: set[str] = set()  # arrays to which unsure commands only add
-        self._fixed: set[str] = set()
-        self._open: set[str] = set()
+        self._words: dict[str, list[Word]] = defaultdict(list)  # all that are assigned
+        self._added: dict[str, list[Word]] = defaultdict(list)  # to arrays, where it is unsure whether they are
+        self._unsure = {match[1] for match in DEFAULTED.finditer(text)}  # "" is any variable
         self._unseen = False  # whether a command has run that may set any variable
         self._arguments = not behind  # whether $1 is the script's
-        self._blanks = True  # whether words are split at blanks
+        arithmetic = "\n".join(match[0] for match in ARITHMETIC.finditer(text))
+        self._unsure |= {match[1] or match[2] for match in COUNTED.finditer(arithmetic)}
         for i, command in enumerate(before + behind):
-            raws = [word.raw for word in command.words]
-            self._arguments &= raws[0] != "set" or all(map(OPTION.fullmatch, raws[1:]))
-            for change in (change for group in changes(command) for change in group):
-                self._blanks &= change.name != "IFS"
-                if not command.sure or i >= len(before) or (change.name and not change.word) or "trap" in raws:
-                    self._doubt(change)
+            self._look(command, command.sure and i < len(before))
+        values = [value for words in self._words.values() for word in words for value in word.items or [word]]
+        evaluated = arithmetic and any(COUNTING.search(_shape(value).partition("=")[2]) for value in values)
+        if evaluated or "IFS" in self._unsure | self._words.keys():
+            self._unsure.add("")
+        for command in before:
+            self._follow(command)
 
-    def _doubt(self, change: Change) -> None:
-        """Take a variable for unknown in the whole script."""
-        name, sign, word, _ = change
-        adds = sign == "+=" and word is not None and word.items is not None
-        if adds and name not in self._unsure:
-            self._added.add(name)
-        elif not adds:
-            self._added.discard(name)
-        self._unsure.setdefault(name, []).append(word and _after(word, f"{name}{sign}"))
+    def _look(self, command: Command, sure: bool) -> None:
+        """Take what a command may set for unsure, unless `_follow` will see what it sets."""
+        raws = [word.raw for word in command.words]
+        self._arguments &= raws[0] != "set" or all(map(OPTION.fullmatch, raws[1:]))
+        targets = _targets(command)
+        for target in targets or ():
+            self._words[target.name].append(target.word)
+        if targets is None:
+            names = _named(command)
+            self._unsure |= names if not sure or "trap" in raws else names - {""}
+        elif not sure or not _is_followed(command):
+            for name, sign, word in targets:
+                if sign == "+=" and word.items is not None:
+                    self._added[name].append(word)
+                else:
+                    self._unsure.add(name)
 
-    def follow(self, command: Command) -> None:
-        """Take over what a command changes, in the order of the script."""
-        first = command.words[0].raw
-        if self._unseen and not ASSIGNED.match(first) and first not in HARMLESS | DECLARING:
-            self._forget_all()  # it may be a function that is not seen
-        for group in changes(command) if command.sure else ():
-            for change, value in [(change, self._assigned(change)) for change in group]:
-                self._set(change, value)
+    def _follow(self, command: Command) -> None:
+        """Take over what a command sets, in the order of the script."""
+        targets = _targets(command)
+        if targets is None:
+            names = _named(command)
+            if "" in names or (self._unseen and command.words[0].raw not in HARMLESS):  # or a function that is not seen
+                self._unseen = True
+                self._values = {"HOME": "~"}
+        elif command.sure and _is_followed(command):
+            exports = command.words[0].raw == "export"  # which expands all words before it sets the first
+            values = [self._assigned(target) for target in targets] if exports else []
+            for i, target in enumerate(targets):
+                if target.sign is not None:
+                    self._set(target, values[i] if exports else self._assigned(target))
 
-    def _assigned(self, change: Change) -> str | list[Field]:
-        if change.word is None:
-            return UNKNOWN
-        if change.word.items is not None:
-            return [field for item in change.word.items for field in self.fields(item)]
-        return self._text(_after(change.word, f"{change.name}{change.sign}"))
+    def _assigned(self, target: Target) -> str | list[Field]:
+        word = target.word
+        if word.items is not None:
+            return [field for item in word.items for field in self.fields(item)]
+        first, *rest = word.parts
+        value = first.text.removeprefix(f"{target.name}{target.sign}")
+        return value + self._text(rest)
 
-    def _set(self, change: Change, value: str | list[Field]) -> None:
-        name = change.name
-        if not name:
-            self._forget_all()
-            return
-        old = self._values.get(name, UNKNOWN if self._unseen else None)
-        if change.sign == "+=" and old is not None:
+    def _set(self, target: Target, value: str | list[Field]) -> None:
+        old = self._values.get(target.name, UNKNOWN if self._unseen else None)
+        if target.sign == "+=" and old is not None:
             value = old + value if type(old) is type(value) else UNKNOWN  # type: ignore[operator]
-        element = isinstance(old, list) and isinstance(value, str)  # the first one's new value
-        if not element:
-            self._values[name] = value
-        if element or name in self._fixed or len(value) > LONGEST:
-            self._forget(name)
-        if change.fixes:
-            self._fixed.add(name)
-
-    def _forget_all(self) -> None:
-        self._unseen = True
-        for name in self._values.keys() - {"HOME"}:
-            self._forget(name)
-
-    def _forget(self, name: str) -> None:
-        old = self._values.get(name)
-        doubted = [_doubted(field) for field in old] if isinstance(old, list) and len(old) <= LONGEST else []
-        self._values[name] = [*doubted, (UNKNOWN, 0)] if isinstance(old, list) else UNKNOWN
-
-    def _is_unsure(self, name: str) -> bool:
-        return name in self._unsure or ("" in self._unsure and name != "HOME")
-
-    def _possible(self, name: str) -> list[Field]:
-        """The settings that an unsure variable may contain, each with an unknown value, and an unknown word."""
-        if name in self._open:
-            return []
-        self._open.add(name)
-        value = self._values.get(name, "")
-        found = [(text, 0) for text in value.split()] if isinstance(value, str) else list(value)
-        for word in self._unsure.get(name, [None]):
-            if word and word.items is not None:
-                found += [field for item in word.items for field in self.fields(item)]
-                continue
-            found.append((UNKNOWN, 0))
-            if word:
-                inner = [part.text for part in word.parts if part.kind == "name" and part.text in self._unsure]
-                found += [field for other in inner for field in self._possible(other)]
-                found += [(text, word.line) for text in self._text(word).split() if "=" in text]
-        self._open.remove(name)
-        return [_doubted(field) for field in found]
+        first = isinstance(old, list) and isinstance(value, str)  # the first element's
+        if first or (target.name in self._added and not isinstance(value, list)):
+            self._unsure.add(target.name)
+        self._values[target.name] = value if len(value) <= LONGEST else UNKNOWN
 
     def _value(self, name: str) -> str | list[Field] | None:
         """None for a variable that the script does not set."""
-        if OWN.fullmatch(name):
-            return UNKNOWN
+        unknown = OWN.fullmatch(name) or name in self._unsure or ("" in self._unsure and name != "HOME")
         unset = UNKNOWN if self._unseen or (name.isdigit() and not self._arguments) else None
-        value = self._values.get(name, unset)
-        if not self._is_unsure(name):
-            return value
-        if name in self._added and isinstance(value, list):
-            return value + self._possible(name)[len(value) :]
-        arrays = any(word is not None and word.items is not None for word in self._unsure.get(name, ()))
-        return self._possible(name) if arrays or isinstance(value, list) else UNKNOWN
+        return UNKNOWN if unknown else self._values.get(name, unset)
+
+    def _possible(self, words: Iterable[Word], seen: set[str]) -> list[Field]:
+        """The settings, with unknown values, that the texts of words and of the variables in them have."""
+        found = []
+        for word in words:
+            text = word.raw.partition("=")[2] or word.raw
+            found += [Field(f"{key}={UNKNOWN}", word.line) for key in re.findall(r"[^\s'\"(=]+(?==)", text)]
+            for name in {*re.findall(rf"\$\{{?({NAME})", text)} - seen:
+                seen.add(name)
+                found += self._possible(self._words[name], seen)
+        return found
 
     def fields(self, word: Word) -> list[Field]:
         """The words that a word of a command becomes, with their lines."""
-        parts = word.parts
-        if len(parts) == 1 and parts[0].kind == "name" and not parts[0].quoted and parts[0].text in self._unsure:
-            return [(text, line or word.line) for text, line in self._possible(parts[0].text)]
-        if any(part.kind == "name" and part.text.endswith("[@]") for part in parts):  # an empty array is no word
-            parts = tuple(part for part in parts if part != Part("", quoted=True))
-        fields: list[Field] = []
-        possible: list[Field] = []
-        joins = False
-        for text, splits, line in self._pieces(parts):
-            if text is None:
-                joins = False
-                continue
-            if splits and not self._blanks:
-                possible += [_doubted((piece, line or word.line)) for piece in text.split() if "=" in piece]
-                text = UNKNOWN
-            for i, piece in enumerate(re.split(r"[ \t\n]+", text) if splits else [text]):
-                joins = joins and i == 0
-                if piece or not splits:
-                    before, at = fields.pop() if joins else ("", line or word.line)
-                    fields.append((before + piece, at))
-                    joins = True
-        shape = "".join("_" if part.quoted or part.kind != "text" else part.text for part in word.parts)
-        return [(field + UNKNOWN * bool(BRACES.search(shape)), line) for field, line in fields + possible]
+        line = word.line
+        parts = [part for part in word.parts if part != Part("", quoted=True)]
+        if len(parts) == 1 and parts[0].kind == "name" and (match := EXPANSION.fullmatch(parts[0].text)):
+            quoted = parts[0].quoted
+            value = self._value(match[1])
+            if isinstance(value, list) and (match[4] == "@" or (match[4] and not quoted)):
+                known = [field for one in value for field in ([one] if quoted else _split(one))]
+                return known + self._possible(self._added[match[1]], set())
+            if value == UNKNOWN or isinstance(value, list):
+                return [Field(UNKNOWN, line), *self._possible([word], set())]
+            if not quoted:
+                return _split(Field(self._text(parts), line))
+        text = self._text(parts)
+        found: list[Field] = []
+        for part in parts:
+            if part.kind == "name" and not part.quoted and re.search(rf"\s|{UNKNOWN}", inner := self._text([part])):
+                text = text.replace(inner, UNKNOWN)  # may be several words
+                found = self._possible([word], set())
+        shape = "".join("_" if part.quoted or part.kind != "text" else part.text for part in parts)
+        return [Field(text + UNKNOWN * bool(BRACES.search(shape)), line), *found]
 
-    def _text(self, word: Word) -> str:
-        return "".join(" " if text is None else text for text, _, _ in self._pieces(word.parts))
-
-    def _pieces(self, parts: tuple[Part, ...]) -> Iterator[Piece]:
+    def _text(self, parts: list[Part]) -> str:
+        """The parts as one word, in which a list, and what cannot be known, is UNKNOWN."""
+        texts = []
         for part in parts:
             if part.kind == "text":
-                yield part.text, False, 0
+                texts.append(part.text)
             elif part.kind == "sum":
-                yield self._sum(part.text), False, 0
-            elif part.kind == "name":
-                yield from self._expanded(part.text, part.quoted)
+                texts.append(self._sum(part.text))
             else:
-                yield UNKNOWN, False, 0
+                texts.append(self._expanded(part) if part.kind == "name" else UNKNOWN)
+        return "".join(texts)
 
-    def _expanded(self, inside: str, quoted: bool) -> Iterator[Piece]:
-        found = EXPANSION.fullmatch(inside)
-        if found is None or len(inside) > DEEPEST:
-            yield UNKNOWN, False, 0
-            return
-        name, operation, rest = found.groups()
+    def _expanded(self, part: Part) -> str:
+        match = EXPANSION.fullmatch(part.text)
+        if match is None:
+            return UNKNOWN
+        name, operation, rest, index = match.groups()
         value = self._value(name)
         if operation in ("-", ":-") and (value is None or (value == "" and operation == ":-")):
-            for part in Scanner(rest).parts(quoted):
-                bare = part.kind == "text" and not part.quoted
-                for text, splits, line in self._pieces((part,)):
-                    yield text, (splits or bare) and not quoted, line
-            return
-        index = operation.strip("[]") if operation.startswith("[") else "0"
-        if value is None or (rest and operation not in ("-", ":-", "?", ":?")):
-            value = UNKNOWN
-        elif isinstance(value, str):
-            value = value if index in "@*0" else UNKNOWN
-        elif index == "@" or (index == "*" and not quoted):
-            for i, (text, line) in enumerate(value):
-                if i:
-                    yield None, False, 0
-                yield text, not quoted, line
-            return
-        elif index == "*":
-            value = " ".join(text for text, _ in value) if self._blanks else UNKNOWN
-        else:
-            doubtful = self._is_unsure(name) or any(UNKNOWN in text for text, _ in value)
-            value = UNKNOWN if doubtful or int(index) >= len(value) else value[int(index)][0]
-        yield value, not quoted, 0
+            default = [*Scanner(rest).parts(part.quoted)]
+            mixed = not part.quoted and any(inner.quoted and re.search(r"\s", inner.text) for inner in default)
+            return UNKNOWN if mixed else self._text(default)
+        return value if isinstance(value, str) and not index else UNKNOWN
 
     def _sum(self, terms: str) -> str:
         """The value of an integer expression; only what Python computes as a shell does is computed."""
-        terms = self._text(Word(Scanner(terms).parts(quoted=True), 0, "")).strip()
-        if not TERMS.fullmatch(terms) or len(terms) > 1000:
+        terms = self._text([*Scanner(terms).parts(quoted=True)])
+        terms = re.sub(rf"\b{NAME}", lambda name: str(self._value(name[0]) or UNKNOWN), terms, flags=re.A)
+        negative = "-" in terms and re.search(r"[/%]|\*\*|--", terms)
+        if negative or not re.fullmatch(r"(?:[\d\s()*%-]|\+(?!\+)|/(?!/)){1,1000}", terms):
             return UNKNOWN
         try:
-            return str(self._integer(ast.parse(terms, mode="eval").body))
-        except (SyntaxError, ValueError, MemoryError, RecursionError):
+            tree = ast.parse(terms.strip().replace("/", "//"), mode="eval")
+            value = Names(tree).value(tree.body)
+        except (SyntaxError, Unknown, MemoryError, RecursionError):
             return UNKNOWN
-
-    def _integer(self, node: ast.expr) -> int:
-        if isinstance(node, ast.Constant) and type(node.value) is int:
-            return number(node.value)
-        if isinstance(node, ast.Name):
-            value = self._value(node.id)
-            if not isinstance(value, str) or not re.fullmatch(r"-?(0|[1-9]\d*)", value):
-                raise Unknown
-            return number(int(value))
-        power = isinstance(node, ast.UnaryOp) and isinstance(node.operand, ast.BinOp)  # -2 ** 2 is 4 in a shell
-        if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub) and not power:
-            return -self._integer(node.operand)
-        if not isinstance(node, ast.BinOp) or isinstance(node.op, ast.FloorDiv):
-            raise Unknown
-        left = self._integer(node.left)
-        right = self._integer(node.right)
-        if not isinstance(node.op, ast.Div | ast.Mod):
-            result = calculate(node.op, left, right)
-            if not isinstance(result, int):  # a shell has no powers below 1
-                raise Unknown
-            return result
-        quotient = calculate(ast.FloorDiv(), abs(left), abs(right)) * (1 if (left < 0) == (right < 0) else -1)
-        return quotient if isinstance(node.op, ast.Div) else left - quotient * right
+        return str(value) if isinstance(value, int) else UNKNOWN
 
 
-def _after(word: Word, beginning: str) -> Word:
-    """The word without a beginning."""
-    first = word.parts[0]
-    return Word((Part(first.text.removeprefix(beginning)), *word.parts[1:]), word.line, word.raw, word.items)
+def _shape(word: Word) -> str:
+    """The word with a name in front of each expansion."""
+    return "".join(part.text if part.kind == "text" else f"X{part.text}" for part in word.parts)
 
 
-def _doubted(field: Field) -> Field:
-    """The word with an unknown value, if it is a setting; else an unknown one."""
-    key, equals, _ = field[0].partition("=")
-    return f"{key}{equals}{UNKNOWN}" if equals else UNKNOWN, field[1]
+def _split(field: Field) -> list[Field]:
+    return [Field(text, field.line) for text in re.split(r"[ \t\n]+", field.text) if text]
 
 
 def _read_word(text: str, line: int, raw: str, script: Script) -> None:

@@ -52,10 +52,9 @@ class Command:
 class Scanner:
     """Reads a text from its start. ValueError for a quote or an expansion that is not closed."""
 
-    def __init__(self, text: str, path: str = "", first: int = 1) -> None:
+    def __init__(self, text: str, path: str = "") -> None:
         self._text = text
         self._path = path
-        self._first = first
         self._at = 0
         self._ends = [found.start() for found in re.finditer("\n", text)]
         self._heredocs: list[tuple[str, bool]] = []
@@ -96,7 +95,7 @@ class Scanner:
         return tuple(found)
 
     def _line(self) -> int:
-        return self._first + bisect(self._ends, self._at - 1)
+        return 1 + bisect(self._ends, self._at - 1)
 
     def _take(self, pattern: re.Pattern[str]) -> str:
         found = pattern.match(self._text, self._at)

@@ -89,10 +89,8 @@ def _model(draft: Draft) -> None:
         draft.lose("fp16", "bfloat16 takes its place")
     draft.set("model.dtype", "bfloat16" if half else "float32", "bf16", note="the optimizer's weights are fp32")
     draft.take("model.gradient_checkpointing", "gradient_checkpointing")
-    draft.table("model_init_kwargs")
     draft.take("model.attention", "model_init_kwargs.attn_implementation")
-    if draft.given("trust_remote_code"):
-        draft.take("model.trust_remote_code", "trust_remote_code")
+    draft.take("model.trust_remote_code", "trust_remote_code")
     if draft.get("use_liger_kernel"):
         draft.set("model.liger", True, "use_liger_kernel")
     if draft.given("LoraConfig"):
@@ -287,7 +285,6 @@ def _optimizer(draft: Draft) -> None:
     schedule = str(draft.get("lr_scheduler_type"))
     check_name("TRL's lr_scheduler_type", schedule, SCHEDULES)
     draft.set("train.lr_schedule", SCHEDULES[schedule], "lr_scheduler_type")
-    draft.table("lr_scheduler_kwargs")
     share = "lr_scheduler_kwargs.min_lr_rate"
     least = "lr_scheduler_kwargs.min_lr"
     if draft.has(share):
@@ -323,8 +320,7 @@ def _checkpoints(draft: Draft, per_step: float) -> None:
         draft.lose("save_strategy", "checkpoints are counted in steps: checkpoint.every")
     else:
         draft.set("checkpoint.every", ceil(every / per_step), "save_strategy", "save_steps", note="TRL counts updates")
-    if draft.given("save_total_limit"):
-        draft.take("checkpoint.keep", "save_total_limit")
+    draft.take("checkpoint.keep", "save_total_limit")
     reports = draft.get("report_to") or []
     for tracker in ("wandb", "trackio"):
         if tracker in (reports if isinstance(reports, list) else [reports]):

@@ -76,8 +76,7 @@ def _model(draft: Draft) -> None:
     draft.take("model.gradient_checkpointing", f"{M}enable_gradient_checkpointing")
     if draft.get(f"{M}use_liger"):
         draft.set("model.liger", True, f"{M}use_liger")
-    if draft.given(f"{M}trust_remote_code"):
-        draft.take("model.trust_remote_code", f"{M}trust_remote_code")
+    draft.take("model.trust_remote_code", f"{M}trust_remote_code")
     if draft.get(f"{M}lora_rank"):
         draft.take("model.lora.rank", f"{M}lora_rank")
         draft.set("model.lora.alpha", draft.number(f"{M}lora_alpha"), f"{M}lora_alpha")
@@ -128,8 +127,7 @@ def _rollout(draft: Draft) -> None:
         draft.take("rollout.gpu_memory_utilization", f"{R}gpu_memory_utilization")
         draft.take("rollout.tensor_parallel_size", f"{R}tensor_model_parallel_size")
         draft.take("rollout.sleep", f"{R}free_cache_engine")
-        if draft.given(f"{R}enforce_eager"):
-            draft.take("rollout.enforce_eager", f"{R}enforce_eager")
+        draft.take("rollout.enforce_eager", f"{R}enforce_eager")
 
 
 def _algorithm(draft: Draft) -> None:
@@ -286,8 +284,7 @@ def _train(draft: Draft) -> None:
     draft.set("train.weight_decay", draft.number(f"{optim}weight_decay"), f"{optim}weight_decay")
     draft.set("train.grad_clip", draft.number(f"{A}grad_clip"), f"{A}grad_clip")
     draft.set("train.zero_stage", 3, note="verl's FSDP shards the weights")
-    if draft.given("data.seed"):
-        draft.take("train.seed", "data.seed")
+    draft.take("train.seed", "data.seed")
     if draft.get(name := f"{A}fsdp_config.full_determinism"):
         draft.set("train.deterministic", True, name)
     gpus = draft.count("trainer.n_gpus_per_node") * draft.count("trainer.nnodes")
@@ -311,7 +308,6 @@ def _evaluation(draft: Draft) -> None:
         temperature = 0.0 if greedy else draft.number(f"{R}val_kwargs.temperature")
         draft.set("evaluation.temperature", temperature, f"{R}val_kwargs.temperature", f"{R}val_kwargs.do_sample")
     draft.set("checkpoint.every", max(0, draft.count("trainer.save_freq", -1)), "trainer.save_freq")
-    if draft.given("trainer.max_actor_ckpt_to_keep"):
-        draft.take("checkpoint.keep", "trainer.max_actor_ckpt_to_keep")
+    draft.take("checkpoint.keep", "trainer.max_actor_ckpt_to_keep")
     if draft.given("trainer.logger") and "wandb" in str(draft.get("trainer.logger")):
         draft.set("log.wandb", draft.get("trainer.project_name"), "trainer.logger", "trainer.project_name")

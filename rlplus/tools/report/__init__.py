@@ -20,7 +20,7 @@ from rlplus.tools.report.run_reader import RunData, load_run
 from rlplus.tools.report.samples_text import show_samples
 from rlplus.tools.report.shaded_samples import Moment, moments
 from rlplus.tools.report.tables import seeds_line
-from rlplus.train.evaluation import Evaluation
+from rlplus.train.evaluation.results import Evaluation
 
 __all__ = ["RunData", "load_run", "render", "seeds_line", "show_samples", "write_report"]
 
@@ -82,7 +82,8 @@ def write_report(
 def label_styles(trained: Mapping[str, Sequence[RunData]], tested: Iterable[str]) -> dict[str, str]:
     """The style of each label, in the order of the tables: the accent for the first run of RL-PLUS, else for the first
     run; greys and further colours for others; `plain` for what was not trained here, where anything was."""
-    first = next((label for label, runs in trained.items() if _is_rlplus(runs[0])), next(iter(trained), None))
+    presets = {label: str(runs[0].settings.get("algorithm.preset", "")) for label, runs in trained.items()}
+    first = next((label for label, name in presets.items() if name.startswith("rlplus")), next(iter(trained), None))
     others = cycle(f"other{i}" for i in range(1, 6))
     styles = {}
     for label in dict.fromkeys((*tested, *trained)):
@@ -91,10 +92,6 @@ def label_styles(trained: Mapping[str, Sequence[RunData]], tested: Iterable[str]
         else:
             styles[label] = "plain" if trained and label not in trained else next(others)
     return styles
-
-
-def _is_rlplus(run: RunData) -> bool:
-    return str(run.settings.get("algorithm.preset", "")).startswith("rlplus")
 
 
 def _warnings(trained: tables.Trained, tested: Mapping[str, tables.Tested]) -> list[str]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from statistics import fmean
 
 from rlplus.tools.report.run_reader import RunData
-from rlplus.train.evaluation import Evaluation, pooled_pass_at
+from rlplus.train.evaluation.results import Evaluation, pooled_pass_at
 
 # A chart's size and margins in the units of its SVG: a phone's pixels.
 WIDTH = 340.0

@@ -11,8 +11,8 @@ from rlplus.common.yaml_text import parse_yaml
 from rlplus.tools.report.hidden_keys import HIDDEN, named_keys, without_keys
 from rlplus.tools.report.tables import percent
 from rlplus.train.config import RESULTS, RUN, STARTS
-from rlplus.train.evaluation import Evaluation, load_results
 from rlplus.train.evaluation.asked import model_hash
+from rlplus.train.evaluation.results import Evaluation, load_results
 
 CARD = "README.md"
 # Names of a model's files: weights, configurations, tokenizer, chat template, code of a model from the hub.

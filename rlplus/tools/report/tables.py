@@ -1,21 +1,17 @@
 """Tables of evaluations and runs, and the sentences that say what is in them."""
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
+from statistics import fmean
 
 import yaml
 
 from rlplus.tools.report.run_reader import RunData
-from rlplus.train.evaluation import (
-    Estimate,
-    Evaluation,
-    misleading,
-    note_of,
-    paired_difference,
-    pooled_pass_at,
-    seeds_below,
-)
+from rlplus.train.evaluation.clusters import misleading, note_of
+from rlplus.train.evaluation.estimates import Estimate
+from rlplus.train.evaluation.results import Evaluation, not_graded, paired_difference, pooled_pass_at, seeds_below
 
 WORK = {  # phases of a step that compute, by time/<phase>, and the others
     "generate": "generate",
@@ -102,7 +98,7 @@ def overview_table(benchmarks: Mapping[str, Tested]) -> Table | None:
             for name, tested in benchmarks.items()
         ]
         known = [mean for mean in means if mean is not None]
-        whole = percent(_mean(known)) if len(known) == len(means) else ""
+        whole = percent(fmean(known)) if len(known) == len(means) else ""
         table.add(label, *("" if mean is None else percent(mean) for mean in means), whole)
     return table
 
@@ -114,19 +110,15 @@ def evaluation_table(tested: Tested, benchmark: str) -> Table:
     for label, evaluations in tested.items():
         problems = {len(one.problems) for one in evaluations}
         samples = {n for one in evaluations for n in one.n}
-        unread: dict[str, int] = {}
-        for one in evaluations:
-            for status, count in one.statuses.items():
-                if status != "ok":
-                    unread[status] = unread.get(status, 0) + count
+        unread = sum((Counter(one.statuses) for one in evaluations), Counter[str]())
         table.add(
             label,
             *(interval(pooled_pass_at(evaluations, k)) if _reaches(evaluations, k) else "" for k in ks),
             f"{_span(problems)} × {_span(samples)}",
             str(len(evaluations)),
-            f"{_mean([one.mean_response_length for one in evaluations]):.1f}",
-            f"{_mean([one.truncated_share for one in evaluations]):.1%}",
-            ", ".join(f"{count:,} {status}" for status, count in sorted(unread.items())) or "none",
+            f"{fmean([one.mean_response_length for one in evaluations]):.1f}",
+            f"{fmean([one.truncated_share for one in evaluations]):.1%}",
+            not_graded(unread),
             ", ".join(dict.fromkeys(one.grader for one in evaluations)),
         )
     return table
@@ -236,7 +228,7 @@ def _average(benchmarks: Mapping[str, Tested], labels: Sequence[str]) -> str:
     for label in labels:
         if all(label in tested for tested in benchmarks.values()):
             means = [pooled_pass_at(tested[label], _asked(tested)[0]).mean for tested in benchmarks.values()]
-            parts.append(f"{label} {'solves ' if not parts else ''}{percent(_mean(means))}%")
+            parts.append(f"{label} {'solves ' if not parts else ''}{percent(fmean(means))}%")
     ks = {_asked(tested)[0] for tested in benchmarks.values()}
     each = f" with {_samples(min(ks))}" if len(ks) == 1 else ""
     if not parts:
@@ -253,7 +245,7 @@ def _progress(label: str, run: RunData) -> str:
     if not rewards:
         return f"{label}: {run.metrics[-1]['step']:,} steps without a reward of its own responses."
     part = max(1, len(rewards) // 10)
-    change = f"from {_mean(rewards[:part]):.3f} to {_mean(rewards[-part:]):.3f}"
+    change = f"from {fmean(rewards[:part]):.3f} to {fmean(rewards[-part:]):.3f}"
     return f"{label}: the mean reward went {change} in {steps[-1]:,} steps (the first and the last tenth of them)."
 
 
@@ -269,7 +261,7 @@ def run_table(trained: Trained) -> Table:
             f"{last['step']:,}",
             f"{last['generated_tokens']:,}",
             f"{sum(seconds):,.0f} s" if seconds else "",
-            f"{_mean(tail):.3f}" if tail else "",
+            f"{fmean(tail):.3f}" if tail else "",
         )
     table.note = " ".join(f"{name}: {run.end}." for name, run in named(trained) if run.end)
     return table
@@ -351,10 +343,6 @@ def named(trained: Trained) -> list[tuple[str, RunData]]:
         for label, runs in trained.items()
         for seed, run in enumerate(runs, 1)
     ]
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
 
 
 def _span(values: set[int]) -> str:

@@ -1,8 +1,7 @@
 """A step of a run, recomputed in float64: the trainer's own phases beside the definitions, and the errors between."""
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -66,18 +65,21 @@ def verify_run(folder: Path, step: int | None = None, sequences: int = 4) -> Ver
     checkpoint that does not fit, RunFailed as a step does, Interrupted on a signal.
     """
     last = _checkpoint(folder, step)
+    state = checkpoint.read_state(last)
+    if (ranks := state["world_size"]) != 1:
+        raise ValueError(f"want the checkpoint of a run of one process; {last} was written by {ranks} ranks")
+    recorded = config_in(last, state)
     with TemporaryDirectory(prefix="rlplus-verify-") as place:
-        config = _copy(last, Path(place))
-        prepared = _take(config, last.name, sequences)
-        if config_in(last, checkpoint.read_state(last)).train.backward == "sampled":
+        config = _copy(last, recorded, Path(place))
+        try:
+            prepared = _take(config, last.name, sequences)
+        except StepGivenUp as stop:
+            raise Interrupted(stop.number, f"stopped by signal {stop.number}") from stop
+        if recorded.train.backward == "sampled":
             prepared.notes.append(
                 "the draws of train.backward sampled: the gradient is that of the exact backward pass"
             )
-        return _compare(prepared, Path(place), sequences=len(prepared.taken.update.samples), step=_step(last) + 1)
-
-
-def _step(last: Path) -> int:
-    return int(checkpoint.read_state(last)["step"])
+        return _compare(prepared, Path(place), step=int(state["step"]) + 1)
 
 
 def _checkpoint(folder: Path, step: int | None) -> Path:
@@ -88,14 +90,11 @@ def _checkpoint(folder: Path, step: int | None) -> Path:
             f"want the folder of a run with a checkpoint; {checkpoints} has none: checkpoint.every says how often one "
             "is written"
         )
-    if (ranks := checkpoint.read_state(last)["world_size"]) != 1:
-        raise ValueError(f"want the checkpoint of a run of one process; {last} was written by {ranks} ranks")
     return last
 
 
-def _copy(last: Path, place: Path) -> Config:
+def _copy(last: Path, config: Config, place: Path) -> Config:
     """Make `place` a copy of the run at that checkpoint, whose files it only refers to; returns its configuration."""
-    config = config_in(last, checkpoint.read_state(last))
     if config.model.lora is not None and config.model.lora.quantization is not None:
         raise ValueError(
             "want a run without model.lora.quantization, whose frozen weights have no counterpart in float64; got "
@@ -122,7 +121,7 @@ def _copy(last: Path, place: Path) -> Config:
 
 def _take(config: Config, name: str, sequences: int) -> _Prepared:
     """The trainer's step, and the constants of its samples by their definitions."""
-    with open_run(config, resume=name) as run, _interruptible():
+    with open_run(config, resume=name) as run:
         taken = take(run)
         constants = constants_of(taken.update.samples, _advantages(run, taken), taken.update.algorithm, run.config)
         rows = compare_constants(taken, constants)
@@ -140,14 +139,6 @@ def _advantages(run: Run, taken: Taken) -> list[float | Sequence[float]]:
         limit = run.config.rollout.max_response_length
         found = dict(zip(map(id, batch), advantages(batch, taken.update.algorithm, limit), strict=True))
     return [found.get(id(sample), sample.advantage) for sample in taken.update.samples]
-
-
-@contextmanager
-def _interruptible() -> Iterator[None]:
-    try:
-        yield
-    except StepGivenUp as stop:
-        raise Interrupted(stop.number, f"stopped by signal {stop.number}") from stop
 
 
 def _choose(taken: Taken, constants: Sequence[Constants], count: int) -> list[int]:
@@ -174,7 +165,7 @@ def _notes(run: Run) -> list[str]:
     return notes
 
 
-def _compare(prepared: _Prepared, place: Path, *, sequences: int, step: int) -> Verification:
+def _compare(prepared: _Prepared, place: Path, *, step: int) -> Verification:
     """Recompute what the trainer computed, in float64 and, as the yardstick, by a plain model in the run's dtype."""
     config = prepared.config
     computed = prepared.computed

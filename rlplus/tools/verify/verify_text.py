@@ -3,7 +3,7 @@
 from rich.console import Console
 from rich.table import Table
 
-from rlplus.tools.verify import Row, Verification
+from rlplus.tools.verify import Verification
 from rlplus.tools.verify.errors_table import TOGETHER
 
 SHOWN = 16  # gradients of parameters that are within their bounds
@@ -18,7 +18,9 @@ def show(verification: Verification, console: Console) -> None:
     table = Table("quantity", "error", "plain model", "bound", "", "")
     for column in table.columns[1:4]:
         column.justify = "right"
-    near = sorted(filter(_hides, verification.rows), key=lambda row: row.error / (row.bound or 1.0))
+    gradients = [row for row in verification.rows if row.quantity.startswith("gradient of ")]
+    hidden = [row for row in gradients if row.right and row.quantity != TOGETHER]
+    near = sorted(hidden, key=lambda row: row.error / (row.bound or 1.0))
     left_out = near[:-SHOWN]
     for row in verification.rows:
         if row not in left_out:
@@ -37,11 +39,6 @@ def show(verification: Verification, console: Console) -> None:
         console.print(f"{what}: WRONG, first the {wrong[0].quantity}{more}.")
     else:
         console.print(f"{what}: every quantity is within its bound.")
-
-
-def _hides(row: Row) -> bool:
-    """Whether the row can be left out: one parameter's gradient that is right."""
-    return row.right and row.quantity.startswith("gradient of ") and row.quantity != TOGETHER
 
 
 def _short(value: float) -> str:

@@ -4,7 +4,8 @@ import json
 import os
 import stat
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -25,60 +26,22 @@ def check_watched(folder: Path) -> None:
         what = "it is a file" if folder.exists() else f"no such folder (current directory: {Path.cwd()})"
         raise ValueError(f"want the folder of a run, its output_dir; got {folder}: {what}")
     if not any((folder / name).is_file() for name in RUN_FILES):
-        hint = "".join(f"; below it is {below}" for below in _runs_below(folder))
+        below = next((path.parent for name in RUN_FILES for path in sorted(folder.glob(f"*/{name}"))), None)
+        hint = "" if below is None else f"; below it is {below}"
         raise ValueError(f"want the folder of a run; {folder} has no {', no '.join(RUN_FILES)}{hint}")
 
 
-def _runs_below(folder: Path) -> Iterator[Path]:
-    """The first run in a folder of the folder."""
-    found = (path.parent for name in RUN_FILES for path in sorted(folder.glob(f"*/{name}")))
-    yield from [*found][:1]
-
-
-class MetricsFile:
-    """metrics.jsonl as it grows: `steps` of its complete lines. A run that resumes replaces it by a shorter one."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.problem = ""
-        self.steps: list[dict[str, Any]] = []
-        self._read = 0  # bytes
-        self._last = b""  # the last line among them
-
-    def update(self) -> bool:
-        """Read what has been added, or all of another file; whether anything is different."""
-        added = self._added()
-        begun_again = added is None
-        if added is None:  # done again by a resumed run, in other times; or removed
-            self.steps = []
-            self._read = 0
-            self._last = b""
-            self.problem = ""
-            added = self._added() or b""
-        complete, end, _ = added.rpartition(b"\n")  # a line that is being written may follow
-        if end:
-            lines = complete.split(b"\n")
-            self._read += len(complete) + 1
-            self._last = lines[-1] + b"\n"
-            for line in lines:
-                self._add(line)
-        return begun_again or bool(end)
-
-    def _added(self) -> bytes | None:
-        """The bytes behind the last line that was read; None if the file no longer has that line there."""
+def read_steps(path: Path) -> tuple[list[dict[str, Any]], str]:
+    """The complete lines of a file of metrics, and what is wrong with the last one that is damaged."""
+    steps: list[dict[str, Any]] = []
+    problem = ""
+    complete, _, _ = _text(path).rpartition("\n")  # a line that is being written may follow
+    for number, line in enumerate(complete.split("\n") if complete else (), 1):
         try:
-            with opened(self.path) as file:
-                file.seek(self._read - len(self._last))
-                same = file.read(len(self._last)) == self._last
-                return file.read() if same else None
-        except FileNotFoundError:
-            return None if self._last else b""
-
-    def _add(self, line: bytes) -> None:
-        try:
-            self.steps.append(step_of(line.decode(errors="replace"), f"{self.path}, line {len(self.steps) + 1}"))
+            steps.append(step_of(line, f"{path}, line {number}"))
         except ValueError as error:
-            self.problem = f"A line of the metrics is left out: {error}"
+            problem = f"A line of the metrics is left out: {error}"
+    return steps, problem
 
 
 @dataclass(frozen=True)
@@ -111,8 +74,8 @@ class FollowedRun:
         self.folder = folder
         self._clock = clock
         self._today = today
-        self._metrics = MetricsFile(folder / "metrics.jsonl")
-        self._config: tuple[Any, str] = (None, "")
+        self._versions: tuple[Any, Any] = (None, None)  # of the configuration and the metrics
+        self._problem = ""
         self._samples: dict[Path, tuple[Any, Moment | None, list[str]]] = {}
         self._seen: tuple[Any, float] | None = None  # the last version of progress.json, and when it was first seen
         self.data = RunData("", ())
@@ -123,28 +86,27 @@ class FollowedRun:
         self.changed = 0
 
     def update(self) -> None:
-        new_config = self._read_config()
-        if self._metrics.update() or new_config:
-            self.data = RunData(self._config[1], tuple(self._metrics.steps), samples=self.folder / SAMPLES)
+        versions = _version(self.folder / "config.yaml"), _version(self.folder / "metrics.jsonl")
+        if versions != self._versions:
+            self._versions = versions
             self.changed += 1
+            self._read_metrics()
         self.life = self._read_life()
         self._read_samples()
         damaged = [f"These samples are left out: {what}" for _, _, found in self._samples.values() for what in found]
-        self.problems = [text for text in (self._metrics.problem, *damaged) if text]
+        self.problems = [text for text in (self._problem, *damaged) if text]
 
-    def _read_config(self) -> bool:
-        """Read config.yaml if it is another one."""
-        path = self.folder / "config.yaml"
-        if (version := _version(path)) == self._config[0]:
-            return False
+    def _read_metrics(self) -> None:
         try:
-            text = _text(path) if version else ""
-            self.settings = RunData(text, ()).settings if text else {}
+            config = _text(self.folder / "config.yaml")
+            self.settings = RunData(config, ()).settings
         except (OSError, ValueError):  # its values are for warnings only
-            text = ""
+            config = ""
             self.settings = {}
-        self._config = version, text
-        return True
+        steps: list[dict[str, Any]] = []
+        with suppress(FileNotFoundError):  # before the first step
+            steps, self._problem = read_steps(self.folder / "metrics.jsonl")
+        self.data = RunData(config, tuple(steps), samples=self.folder / SAMPLES)
 
     def _read_life(self) -> Life:
         try:
@@ -195,7 +157,7 @@ def opened(path: Path) -> IO[bytes]:
 
 def _text(path: Path) -> str:
     with opened(path) as file:
-        return file.read().decode()
+        return file.read().decode(errors="replace")
 
 
 def _version(path: Path) -> tuple[int, int, int] | None:

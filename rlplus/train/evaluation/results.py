@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Self
+from typing import Self, TypeVar
 
 import numpy as np
 from pydantic import ConfigDict, TypeAdapter, ValidationError
@@ -18,6 +18,7 @@ from rlplus.train.config import RESULTS as RESULTS
 from rlplus.train.evaluation.estimates import Array, Estimate, bootstrap, pass_at_k
 
 _CHECKSUM = re.compile(r',\n "checksum": "[^"]*"(?=\n}\n\Z)')
+T = TypeVar("T")
 LONGEST_NAME = 50  # characters of a benchmark in a file's name, which has at most 255 bytes
 
 
@@ -87,12 +88,6 @@ class Evaluation:
         return max(min(self.n), *self.k)
 
     @property
-    def not_graded(self) -> str:
-        """The number of samples by each status other than "ok", or "none"."""
-        counts = sorted((status, count) for status, count in self.statuses.items() if status != "ok" and count)
-        return ", ".join(f"{count:,} {status}" for status, count in counts) or "none"
-
-    @property
     def without_references(self) -> bool:
         """Whether the grader could not read the reference answer of any sample."""
         return set(self.statuses) == {"bad_gold"}
@@ -108,15 +103,25 @@ class Evaluation:
         text = read_text(path)
         if is_sealed(text.encode(), path):
             text = _CHECKSUM.sub("", text)
-        try:
-            return TypeAdapter(cls).validate_json(text, strict=True)
-        except ValidationError as error:
-            first, *more = error.errors()
-            where = ".".join(map(str, first["loc"]))
-            what = f"{where}: {first['msg']}" if where else first["msg"]
-            others = f", and {len(more)} further problems" if more else ""
-            wanted = f"want an evaluation, as `rlplus eval` writes it, in {path}"
-            raise ValueError(f"{wanted}; got {what}{others}") from error
+        return from_json(cls, text, f"want an evaluation, as `rlplus eval` writes it, in {path}", strict=True)
+
+
+def from_json(kind: type[T], text: str, wanted: str, *, strict: bool = False) -> T:
+    """The object in a text; ValueError, with what is wanted and what is wrong first, if it holds something else."""
+    try:
+        return TypeAdapter(kind).validate_json(text, strict=strict)
+    except ValidationError as error:
+        first, *more = error.errors()
+        where = ".".join(map(str, first["loc"]))
+        what = f"{where}: {first['msg']}" if where else first["msg"]
+        others = f", and {len(more)} further problems" if more else ""
+        raise ValueError(f"{wanted}; got {what}{others}") from error
+
+
+def not_graded(statuses: Mapping[str, int]) -> str:
+    """The number of samples by each status other than "ok", or "none"."""
+    counts = sorted((status, count) for status, count in statuses.items() if status != "ok" and count)
+    return ", ".join(f"{count:,} {status}" for status, count in counts) or "none"
 
 
 def join(parts: Sequence[Evaluation], seed: int) -> Evaluation:

@@ -66,13 +66,9 @@ def evaluate(
 
     `examples` are `distinct`; `decode` gives the text to grade, without special tokens. respond: what asks the
     engine, and may give rewards. progress: called with the number of problems that are done, again and again. kept:
-    stores samples as they come, and provides an interrupted evaluation's. ValueError without problems, or if a k
-    is not in 1..samples. Each call of the engine has a seed of its own: equal prompts never get equal samples.
+    stores samples as they come, and provides an interrupted evaluation's. Each call of the engine has a seed of its
+    own: equal prompts never get equal samples.
     """
-    if not examples:
-        raise ValueError("want at least one problem to evaluate on, got none")
-    if not k or min(k) < 1 or max(k) > samples:
-        raise ValueError(f"want every k in 1..samples={samples}, got k={list(k)}")
     sums = _Sums()
     counts = [samples * example.rows for example in examples]
     for start, stop in _calls(counts, max_tokens):

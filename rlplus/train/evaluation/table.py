@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 from rich.table import Table
 
-from rlplus.train.evaluation.results import Evaluation
+from rlplus.train.evaluation.results import Evaluation, not_graded
 
 _COLUMNS = (
     "benchmark", "problems", "samples", "pass@k", "mean", "95% interval", "graded by", "not graded", "truncated",
@@ -22,7 +22,7 @@ def result_table(results: Mapping[str, Evaluation]) -> Table:
     for name, result in results.items():
         further = (
             result.grader,
-            result.not_graded,
+            not_graded(result.statuses),
             f"{result.truncated_share:.1%}",
             f"{result.mean_response_length:.0f}",
             f"{result.seconds:.0f} s",

@@ -5,11 +5,10 @@ from collections.abc import Mapping, Sequence
 
 from rlplus.train.config import Config, EvaluationConfig
 from rlplus.train.data import SAMPLES, Example, load_problems, load_tokenizer
-from rlplus.train.evaluation import Evaluation, evaluate_benchmarks, join
 from rlplus.train.evaluation.known import known_benchmarks, refusal
 from rlplus.train.evaluation.partial_samples import KeptCalls, added
-from rlplus.train.evaluation.results import file_part
-from rlplus.train.evaluation.sample import Keep
+from rlplus.train.evaluation.results import Evaluation, file_part, join
+from rlplus.train.evaluation.sample import Keep, evaluate_benchmarks
 from rlplus.train.evaluation.scorers import Scorers
 from rlplus.train.trainer.loop import Evaluate
 from rlplus.train.trainer.run import Run
