@@ -42,7 +42,7 @@ USUAL = (  # a bf16 model's: one of every kernel
     "V 4097 in 4160, stores",
     "V 4097 in 4160, to bfloat16",
     "bfloat16, V 4097 in 4160, entropy bonus",
-    "exponentials of bfloat16, V 4097 in 4160",
+    "exponentials, tiles of 256",
     "V 4097 in 4160, beta 0.5",
     "V 4097 in 4160, beta 0.5, to bfloat16",
     "ratio, mis, k3, truncate, optional inputs given",
