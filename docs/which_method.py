@@ -67,6 +67,7 @@ FORMS = {
         Runs("paper-sizes", "wide", "4,096, noisy, wider model", f"{EACH} one seed"),
         Runs("segments", "demo", "4,096, exact (the demo)", ONE),
         Runs("form", "own", "4,096, noisy (fixed before)", ONE),
+        Runs("form", "own and exact", "4,096, exact (fixed before)", ONE, undemonstrated="own"),
     ),
     OTHER: (
         Runs("demonstrations", "few exact", "64, exact, shortened", f"{EACH} three seeds"),
@@ -80,9 +81,12 @@ FORMS = {
         Runs("paper-foreign", "foreign", "4,096, exact, reversed (`foreign`)", f"{EACH} one seed"),
         Runs("words", "words", "word problems in other words", f"{EACH} one seed", finds=False),
         Runs("form", SHORTENED, "4,096, noisy, shortened (fixed before)", ONE, undemonstrated="own"),
+        Runs("form", f"{SHORTENED} and exact", "4,096, exact, shortened (fixed before)", ONE, undemonstrated="own"),
+        Runs("form", "reversed", "4,096, noisy, reversed (fixed before)", ONE, undemonstrated="own"),
+        Runs("form", "reversed and exact", "4,096, exact, reversed (fixed before)", ONE, undemonstrated="own"),
     ),
 }
-DRAWN = (*FORMS[OWN][:4], FORMS[OWN][-1], *FORMS[OTHER][:5], FORMS[OTHER][7], FORMS[OTHER][-1])
+DRAWN = (*FORMS[OWN][:4], *FORMS[OWN][-2:], *FORMS[OTHER][:5], FORMS[OTHER][7], *FORMS[OTHER][-4:])
 
 
 @dataclass(frozen=True)
@@ -99,11 +103,11 @@ CHOICES = (
     Choice("in the model's own form, exact", "`sft`", FORMS[OWN][0], ("SFT", "RL-PLUS", "GRPO")),
     Choice(
         "in its own form, with errors on the way",
-        "`rlplus-official`",
-        FORMS[OWN][1],
-        ("RL-PLUS", "SFT", "GRPO"),
+        "`rlplus-official` or `rlplus-official-omega`",
+        FORMS[OWN][-2],
+        ("RL-PLUS", "p/p_ω", "SFT+GRPO", "SFT", "GRPO"),
     ),
-    Choice("the same", "or `rlplus-official-omega`", FORMS[OWN][2], ("p/p_ω", "RL-PLUS", "SFT+GRPO", "GRPO")),
+    Choice("the same, each method at its own rate", "the same", FORMS[OWN][1], ("RL-PLUS", "SFT", "GRPO")),
     Choice(
         "in another form, few, exact",
         "none of them: `grpo-official`",

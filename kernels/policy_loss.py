@@ -309,7 +309,7 @@ def _entropy_bonus(weight, c):
 
 @triton.jit
 def _constants(row, here):
-    """What a token's loss depends on, but for the old logprob."""
+    """The constants of tokens, but for the old logprob."""
     A = tl.load(row + ADVANTAGE, here, 0.0)
     weight = tl.load(row + TOKEN_WEIGHT, here, 0.0)
     is_external = tl.load(row + EXTERNAL_TOKEN, here, 0.0) != 0

@@ -125,7 +125,7 @@ def _check_tests(past: Sequence[PastRun]) -> None:
 
 
 def _facts(result: Evaluation) -> dict[str, Any]:
-    """What the evaluations of a test set must agree in, as far as it is known."""
+    """The properties that evaluations of a test set must agree in, as far as they are known."""
     facts = {name: getattr(result, name) for name in SAME}
     if result.asked:
         facts |= {key: result.asked.get(key, "none") for key in RULES}

@@ -37,7 +37,7 @@ HARMLESS = {
 NAME = r"[A-Za-z_]\w*"
 TARGET = re.compile(rf"({NAME})(?:(\+?=).*)?", re.A | re.DOTALL)
 NAMED = re.compile(rf"(?<![\w$.{{/-])({NAME})|^\{{({NAME})\}}[<>&]|^-\w*", re.A)
-# What arithmetic and expansions set, wherever they are; arithmetic is taken to reach to the end of its line.
+# The names that arithmetic and expansions set, wherever they are; arithmetic is taken to reach to the end of its line.
 DEFAULTED = re.compile(rf"\$\{{({NAME})(?:\[[^]]*\])?:?=", re.A)
 ARITHMETIC = re.compile(
     rf"(?:\(\(.*?\)\)|\$\[|\[\[|\w\[(?![@*])|\$\{{{NAME}:(?![-=?+])|\blet\b|\b(?:{'|'.join(DECLARING)})\b[^\n]*\s-\w*i)[^\n]*",
@@ -106,7 +106,7 @@ def _came(lines: str, text: str) -> str:
 
 
 def _targets(command: Command) -> list[Target] | None:
-    """What a command of plain assignments sets, also behind `export` and the like; None for another command."""
+    """The values that a command of plain assignments sets, also behind `export` and the like; None for another command."""
     words = command.words
     if words[0].raw in DECLARING:
         words = tuple(word for word in words[1:] if not re.fullmatch(r"-[agrxi]+", word.raw))
@@ -127,7 +127,7 @@ def _named(command: Command) -> set[str]:
     """The variables that a command may set; "" for any variable."""
     words = [re.sub(r"[\\'\"]", "", word.raw) for word in command.words]
     name = words[0]
-    plain = name in HARMLESS or name.startswith("((")  # what arithmetic sets is looked for everywhere
+    plain = name in HARMLESS or name.startswith("((")  # names that arithmetic sets are looked for everywhere
     plain |= name == "printf" and words[1:] != [] and words[1][:1] not in ("-", "$", "`", "")
     plain |= name == "wait" and not any(word.startswith("-") for word in words)
     if plain and not any(re.match(r"\{\w+\}[<>&]", word) for word in words):

@@ -74,7 +74,7 @@ class FollowedRun:
         self.folder = folder
         self._clock = clock
         self._today = today
-        self._versions: tuple[Any, Any] = (None, None)  # of the configuration and the metrics
+        self._versions: tuple[Any, Any] = (None, None)  # files of configuration and metrics, as last read
         self._problem = ""
         self._samples: dict[Path, tuple[Any, Moment | None, list[str]]] = {}
         self._seen: tuple[Any, float] | None = None  # the last version of progress.json, and when it was first seen
