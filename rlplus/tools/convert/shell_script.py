@@ -106,7 +106,7 @@ def _came(lines: str, text: str) -> str:
 
 
 def _targets(command: Command) -> list[Target] | None:
-    """The values that a command of plain assignments sets, also behind `export` and the like; None for another command."""
+    """The values that a command of plain assignments sets, also behind `export` and the like; else None."""
     words = command.words
     if words[0].raw in DECLARING:
         words = tuple(word for word in words[1:] if not re.fullmatch(r"-[agrxi]+", word.raw))
