@@ -30,6 +30,7 @@ def parse(arguments: list[str]) -> tuple[argparse.ArgumentParser, argparse.Names
     parser.add_argument("--threads", type=int, default=1, metavar="N", help="on the CPU; default: %(default)s")
     parser.add_argument("--repeats", type=int, metavar="N", help="rounds of every case; default: the suite's")
     parser.add_argument("--only", nargs="+", metavar="METHOD", help="these methods and the bare GEMMs")
+    parser.add_argument("--rows", type=Path, metavar="FILE", help="safetensors of a model: hidden, weight and target")
     parser.add_argument("--tiny", action="store_true", help="the suite's methods on a few numbers, on the CPU")
     parser.add_argument("--list", action="store_true", help="print the methods and end")
     parser.add_argument("--model", action="store_true", help="print what the triton backend should cost, and end")
@@ -43,6 +44,8 @@ def checked(parser: argparse.ArgumentParser, options: argparse.Namespace) -> Non
         value = getattr(options, name)
         if value is not None and value < 1:
             parser.error(f"argument --{name}: want a number >= 1; got {value}")
+    if options.rows and not options.rows.is_file():
+        parser.error(f"argument --rows: want a file of safetensors; got {options.rows}")
     if options.output.exists() and not options.output.is_dir():
         parser.error(f"argument --output: want a folder; got the file {options.output}")
     if not (options.suite or options.list or options.model or options.memory_of):

@@ -17,6 +17,8 @@ class Case:
     - `seconds`: what the case may take; measuring stops after the round in which it is spent
     - `memory`, `accuracy`: whether these are measured, once per method, at the first share
     - `profiled`: methods of which one call is timed by kernel
+    - `rows`: a safetensors file of a real model's rows, hidden (n, H), weight (V, H), target (n,) int64, of which the
+      case has N, the first ones again if there are fewer; without a file they are made up
     """
 
     name: str
@@ -35,3 +37,4 @@ class Case:
     memory: bool = True
     accuracy: bool = True
     profiled: tuple[str, ...] = ()
+    rows: str | None = None

@@ -22,7 +22,7 @@ class Head:
     """hidden (N, H), weight (V, H): leaves of one dtype; target (N,). The logits have a standard deviation of about 2.
 
     Four sampled tokens in five are confident (1 - p from 1e-2 to 1e-6), the others have p from 0.05 to 0.95;
-    demonstrated ones are surprising, p from 1e-4 to 0.5.
+    demonstrated ones are surprising, p from 1e-4 to 0.5. Rows of a file are as they are.
     """
 
     case: Case
@@ -33,10 +33,25 @@ class Head:
     external: Tensor = field(init=False)
 
     def __post_init__(self) -> None:
-        case, dtype, device = self.case, DTYPES[self.case.dtype], self.device
-        g = torch.Generator(device).manual_seed(0)
+        case, device = self.case, self.device
         rows = torch.arange(case.N, device=device) // self.length
         self.external = rows % max(1, round(1 / case.external)) == 0
+        hidden, weight = self._made_up() if case.rows is None else self._real(case.rows)
+        self.hidden, self.weight = (t.to(DTYPES[case.dtype]).requires_grad_() for t in (hidden, weight))
+
+    def _real(self, path: str) -> tuple[Tensor, Tensor]:
+        """hidden and weight of a file; the target is set, too."""
+        from safetensors.torch import load_file  # comes with transformers
+
+        found = load_file(path, device=self.device)
+        again = torch.arange(self.case.N, device=self.device) % len(found["target"])
+        self.target = found["target"][again]
+        return found["hidden"][again], found["weight"]
+
+    def _made_up(self) -> tuple[Tensor, Tensor]:
+        """hidden and weight; the target is set, too."""
+        case, device = self.case, self.device
+        g = torch.Generator(device).manual_seed(0)
         u, v = torch.rand(2, case.N, generator=g, device=device, dtype=torch.float64)
         doubt = torch.where(u < 0.8, 10 ** (-2 - 4 * v), 0.05 + 0.9 * v)
         doubt = torch.where(self.external, 1 - 0.5 * 2e-4**v, doubt)
@@ -48,7 +63,7 @@ class Head:
         margin = (margin + margin.clamp(min=0) ** 2 / case.H / 2).float()
         along = weight[self.target]
         hidden += ((margin - (hidden * along).sum(1)) / (along * along).sum(1))[:, None] * along
-        self.hidden, self.weight = (t.to(dtype).requires_grad_() for t in (hidden, weight))
+        return hidden, weight
 
     @property
     def sequences(self) -> int:

@@ -152,6 +152,9 @@ for backend, only in {"reference": None, "torch": None, "cpp": "cpu", "triton": 
     ours(backend, only, backend=backend)
     ours_logprob(backend, only, backend=backend)
     if backend != "reference":
+        sampled: dict[str, Any] = {"backend": backend, "backward": "sampled"}
+        ours(f"{backend} sampled", only, note=", sampled backward pass", **sampled)
+        ours_logprob(f"{backend} sampled", only, **sampled)
         ours(f"{backend} into", only, "other", ", dW added to an fp32 buffer", into=True, backend=backend)
         ours(f"{backend} entropy", only, "other", " with an entropy bonus", backend=backend, objective=BONUS)
         kept(backend, only)

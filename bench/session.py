@@ -4,6 +4,7 @@ import argparse
 import time
 from collections.abc import Callable
 from math import inf
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ def measure(options: argparse.Namespace, say: Say) -> None:
     stem = options.output / (f"cpu-{options.threads}" if options.suite in ("cpu", "full") else options.suite)
     record = output.Record(stem.with_suffix(".json"), options.suite, device, options.threads)
     wanted = [chosen(case, options) for case in (tiny(cases()) if options.tiny else cases())]
+    wanted = list(dict.fromkeys(wanted))  # with the sizes of a file some are the same
     if device == "cpu":
         keep_memory(max(working_bytes(case) for case in wanted))
     for case in wanted:
@@ -45,7 +47,27 @@ def chosen(case: Case, options: argparse.Namespace) -> Case:
     changes: dict[str, Any] = {"repeats": options.repeats} if options.repeats else {}
     if options.only:
         changes |= {key: tuple(m for m in getattr(case, key) if m in options.only) for key in ("methods", "sparse")}
+    if options.rows:
+        V, H = sizes_of(options.rows)
+        changes |= {"rows": str(options.rows), "H": H, "V": V}
     return Case(**(vars(case) | changes))
+
+
+def sizes_of(path: Path) -> tuple[int, int]:
+    """V and H of a file of rows; ends the program if it holds something else."""
+    try:
+        from safetensors import SafetensorError, safe_open
+    except ModuleNotFoundError as error:
+        raise SystemExit("--rows needs safetensors: pip install safetensors") from error
+    try:
+        with safe_open(path, "pt") as file:
+            shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+    except SafetensorError as error:
+        raise SystemExit(f"want safetensors in {path}; got: {error}") from error
+    n, H = shapes.get("hidden", (0, 0))
+    if not n or shapes.get("target") != (n,) or shapes.get("weight", ())[1:] != (H,):
+        raise SystemExit(f"want hidden (n, H), weight (V, H) and target (n,) in {path}; got {shapes}")
+    return shapes["weight"][0], H
 
 
 def measure_case(case: Case, device: str, until: float, record: output.Record, say: Say) -> None:

@@ -47,6 +47,8 @@ def cpu() -> list[Case]:
         "cpp entropy",
         "cpp kept",
         "cpp logprob",
+        "cpp sampled",
+        "cpp sampled logprob",
         "torch",
         "torch logprob",
         "triton",
@@ -83,7 +85,7 @@ QWEN: Sizes = {"N": 16_384, "H": 3584, "V": 151_936}  # Qwen2.5-7B
 
 def gpu() -> list[Case]:
     """The suite `gpu`: at most ten minutes on one H200."""
-    options = ("320 MB", "160 MB", "into", "entropy", "kept", "logprob")
+    options = ("320 MB", "160 MB", "into", "entropy", "kept", "logprob", "sampled", "sampled logprob")
     ours = ("triton", *(f"triton {option}" for option in options), "torch", "torch logprob", "cpp")
     return [
         Case("main", **QWEN, dtype="bfloat16", methods=(*ours, *PEERS, *OPTIONS), shares=(1.0, 0.5, 0.25),
@@ -98,7 +100,8 @@ def gpu() -> list[Case]:
 
 def gpu_sizes() -> list[Case]:
     """The suite `gpu-sizes`: at most ten minutes on one H200."""
-    shared: Sizes = {"dtype": "bfloat16", "methods": ("triton", "triton logprob", "torch", *BEST), "seconds": 84}
+    shared: Sizes = {"dtype": "bfloat16", "seconds": 84}
+    shared["methods"] = ("triton", "triton logprob", "triton sampled", "triton sampled logprob", "torch", *BEST)
     cases = [Case("small", **(QWEN | {"N": N}), **shared) for N in (2048, 4096, 8192)]
     cases += [Case("small", N=8192, H=4096, V=151_936, **shared)]  # Qwen3-8B
     cases += [Case("small", N=4096, H=896, V=151_936, **shared)]  # Qwen2.5-0.5B
