@@ -83,18 +83,13 @@ def test_a_sampled_backward_pass_is_exact_or_right_in_the_mean(gemm: str, dtype:
     """Drawn from our GEMM's exponentials, with its tiles' sums, or from logits."""
     draws, inputs = 12, case(40, 500, 64, dtype, 3)
     want = closed(*(to(part, torch.float64) for part in inputs), EVERYTHING)
-    exact = run(*on_gpu(inputs), EVERYTHING, backend="triton", backward="sampled", threshold=1e-30, seed=0)
-    few = [
-        run(*on_gpu(inputs), EVERYTHING, backend="triton", backward="sampled", threshold=2.0**-6, seed=i)
-        for i in range(draws)
-    ]
+    exact = fused(on_gpu(inputs), backward="sampled", threshold=1e-30, seed=0)
+    few = [fused(on_gpu(inputs), backward="sampled", threshold=2.0**-6, seed=i) for i in range(draws)]
     rounding = 8e-3 if dtype == torch.bfloat16 else 1e-5
     for name in ("dhidden", "dweight"):
-        size = want[name].norm()
-        each = torch.stack([one[name].double().cpu() - want[name] for one in few])
+        size, each = want[name].norm(), torch.stack([one[name].double().cpu() - want[name] for one in few])
         assert (exact[name].double().cpu() - want[name]).norm() <= rounding * size
-        one = float(each.flatten(1).norm(dim=1).square().mean().sqrt() / size)
-        assert 0.01 < one < 0.5
+        assert 0.01 < (one := float(each.flatten(1).norm(dim=1).square().mean().sqrt() / size)) < 0.5
         assert each.mean(0).norm() / size <= 1.4 * one / draws**0.5 + rounding, name
 
 
