@@ -94,7 +94,7 @@ def measured(cpu: bool, say: Say) -> dict[str, Any]:
     from .session import measure
 
     with tempfile.TemporaryDirectory() as folder:
-        options = {"suite": "gpu", "output": Path(folder), "threads": 1, "repeats": None, "only": None}
+        options = {"suite": "gpu", "output": Path(folder), "threads": 1, "repeats": None, "only": None, "rows": None}
         measure(argparse.Namespace(**options, tiny=cpu), partial(without_folder, say, folder))
         result: dict[str, Any] = json.loads((Path(folder) / "gpu.json").read_text())
     return result
