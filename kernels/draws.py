@@ -95,8 +95,8 @@ def _tails(
     """The mass of each tile's p below the level, and how many are not."""
     tiles = tl.arange(0, mass.shape[0])
     tail = mass
-    large = tl.sum(tl.zeros_like(tiles), 0)
     heavy = (mass >= level).to(tl.int32)
+    large = tl.sum(heavy * 0, 0)
     rank = tl.where(heavy > 0, tl.cumsum(heavy, 0), 0)
     for k in range(1, tl.sum(heavy, 0) + 1):
         tile = tl.sum(tl.where(rank == k, tiles, 0), 0)
@@ -140,8 +140,9 @@ def _keep(
         # The stored exponentials are rounded: those of a light tile together have the mass by which it was chosen.
         total = tl.sum(rest, 0)
         whole = tl.where(is_heavy, total, _mass(partial, tile, tile >= 0, n, reference, logsum))
-        sum_after = start + tl.cumsum(rest, 0) * (whole / tl.maximum(total, 1e-37))
-        sum_before = sum_after - rest * (whole / tl.maximum(total, 1e-37))
+        rest *= whole / tl.maximum(total, 1e-37)
+        sum_after = start + tl.cumsum(rest, 0)
+        sum_before = sum_after - rest
         passed = (tl.floor(sum_after / level) > tl.floor(sum_before / level)) & (rest > 0)
         kept = big | passed
         place = count + tl.cumsum(kept.to(tl.int32), 0) - 1
