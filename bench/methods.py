@@ -119,12 +119,16 @@ def from_logprob(x: Inputs, logprobs: Callable[[], Tensor]) -> Step:
 def ours_logprob(name: str, device: str | None, **options: Any) -> None:
     """Register a backend with its options, for logprob and entropy: without gradients, and under the loss."""
 
-    def forward(x: Inputs) -> Callable[[], Tensor]:
-        return lambda: linear_logprob(x.hidden, x.weight, x.target, **options)[0]
+    def logprobs(x: Inputs, frozen: bool = False) -> Callable[[], Tensor]:
+        weight = x.weight.detach() if frozen else x.weight
+        return lambda: linear_logprob(x.hidden, weight, x.target, **options)[0]
 
-    method(f"{name} forward", "forward", "logprob and entropy", device=device)(forward)
+    method(f"{name} forward", "forward", "logprob and entropy", device=device)(logprobs)
     what = "linear_logprob; RL-PLUS loss"
-    method(f"{name} logprob", "policy", what, device=device)(lambda x: from_logprob(x, forward(x)))
+    method(f"{name} logprob", "policy", what, device=device)(lambda x: from_logprob(x, logprobs(x)))
+    method(f"{name} logprob frozen", "other", f"{what}, frozen head", device=device)(
+        lambda x: from_logprob(x, logprobs(x, frozen=True))
+    )
 
 
 KEPT = 8  # tokens of each row

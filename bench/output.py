@@ -168,21 +168,25 @@ def sweep_of(result: Result) -> dict[tuple[Any, ...], dict[str, Any]]:
 
 
 def bars_table(results: dict[str, Result]) -> str:
-    """CPU time of `cpp` over the bare GEMMs, by dtype and share of rows with a gradient, for each number of threads."""
+    """CPU time over the bare GEMMs, by dtype, method and share of rows with a gradient, for each number of threads."""
     columns = {threads(r): cases for r in results.values() if (cases := cases_of(r, "bars"))}
     first = next(iter(columns.values()), {})
     rows = []
     for dtype, case in first.items():
         accumulator = 0.0 if dtype == "float32" else 4e-6 * case["V"] * case["H"]
-        for share in (1.0, 0.25):
-            found = [row_of(c[dtype], "cpp", share) if dtype in c else None for c in columns.values()]
-            mb = None if not found[0] or found[0].get("extra_mb") is None else found[0]["extra_mb"] - accumulator
-            rows.append([dtype, f"{share:g}", *(ratio(row) if row else "" for row in found), number(mb, ".0f")])
+        for method, share in (("cpp", 1.0), ("cpp", 0.25), ("cpp logprob", 1.0), ("cpp logprob frozen", 1.0)):
+            found = [row_of(c[dtype], method, share) if dtype in c else None for c in columns.values()]
+            if not any(found):
+                continue
+            sums = 0.0 if "frozen" in method else accumulator
+            mb = None if not found[0] or found[0].get("extra_mb") is None else found[0]["extra_mb"] - sums
+            cells = (ratio(row) if row else "" for row in found)
+            rows.append([dtype, method, f"{share:g}", *cells, number(mb, ".0f")])
     shape = next(iter(first.values()), None)
     if shape is None:
         return ""
-    head = f"`cpp`, N={shape['N']}, H={shape['H']}, V={shape['V']}, half of the rows demonstrated:"
-    header = ("dtype", "rows with a gradient", *(f"×bare, {name}" for name in columns), "MB")
+    head = f"N={shape['N']}, H={shape['H']}, V={shape['V']}, half of the rows demonstrated:"
+    header = ("dtype", "method", "rows with a gradient", *(f"×bare, {name}" for name in columns), "MB")
     foot = "MB: peak beyond inputs, dhidden, dW and, for bfloat16, an fp32 accumulator of dW."
     return f"{head}\n\n{lines(header, rows)}\n\n{foot}\n"
 

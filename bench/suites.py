@@ -55,8 +55,8 @@ def cpu() -> list[Case]:
         "reference",
     )
     cases = [
-        Case("bars", **bars, dtype=dtype, methods=("cpp",), sparse=("cpp",), shares=(1.0, 0.25), external=0.5,
-             scattered=True, seconds=seconds, accuracy=False)
+        Case("bars", **bars, dtype=dtype, methods=("cpp", "cpp logprob", "cpp logprob frozen"), sparse=("cpp",),
+             shares=(1.0, 0.25), external=0.5, scattered=True, seconds=seconds, accuracy=False)
         for dtype, seconds in (("float32", 60), ("bfloat16", 90))
     ]  # fmt: skip
     cases += [
