@@ -45,6 +45,12 @@ CELLS = RUNS | {
     OWN_BOTH: ("own", "SFT+GRPO"),
     OTHER_BOTH: ("without the first number", "SFT+GRPO"),
 }
+RESPONSES = "RL-PLUS, own right responses"
+RESPONSES_BOTH = "SFT+GRPO, own right responses"
+WITH_RESPONSES = {each: CELLS[each] for each in (GRPO, OTHER, OWN_EXACT)} | {
+    RESPONSES: ("own responses", "RL-PLUS"),
+    RESPONSES_BOTH: ("own responses", "SFT+GRPO"),
+}
 RATES = {
     f"{name}, {rate}": (setting, f"{method}{at}")
     for name, (setting, method) in RUNS.items()
@@ -60,7 +66,13 @@ CELL_DIFFERENCES = (
     (OWN, OWN_OMEGA),
     (OWN_BOTH, OTHER_BOTH),
 )
-PARTS = {"first": (RUNS, DIFFERENCES), "cells": (CELLS, CELL_DIFFERENCES), "rates": (RATES, ())}  # Holm in each part
+RESPONSE_DIFFERENCES = ((RESPONSES, GRPO), (RESPONSES, OTHER), (RESPONSES, OWN_EXACT), (RESPONSES, RESPONSES_BOTH))
+PARTS = {  # Holm in each part
+    "first": (RUNS, DIFFERENCES),
+    "cells": (CELLS, CELL_DIFFERENCES),
+    "responses": (WITH_RESPONSES, RESPONSE_DIFFERENCES),
+    "rates": (RATES, ()),
+}
 LEAST = 10  # seeds of a verdict
 
 
