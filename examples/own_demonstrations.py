@@ -1,6 +1,7 @@
 """Write a run's data with a model's own right responses as demonstrations.
 
-    rlplus eval run.yaml --model MODEL --data train.jsonl --output runs/own evaluation.samples=16 evaluation.temperature=1
+    rlplus eval run.yaml --model MODEL --data train.jsonl --output runs/own
+        evaluation.samples=16 evaluation.temperature=1
     python examples/own_demonstrations.py run.yaml --samples runs/own --output own.jsonl
     rlplus train run.yaml data.path=own.jsonl
 
