@@ -46,8 +46,13 @@ class BackwardPass(NamedTuple):
         came = "'sampled', from RLPLUS_BACKWARD" if self.backward == "auto" else "'sampled'"
         raise ValueError(f"want backward 'exact' with {what}; got {came}")
 
-    def with_draws(self, head: Head, backend: str) -> Head:
-        """The head with random numbers for its backward pass; without a seed those of torch's generator."""
+    def with_draws(self, head: Head, backend: str, differentiated: bool = True) -> Head:
+        """The head, with random numbers if it is differentiated by a sampled backward pass.
+
+        Without a seed they are those of torch's generator.
+        """
+        if not (self.sampled() and differentiated):
+            return head
         device = head.hidden.device
         if backend == "reference":
             self.refuse("backend 'reference'")

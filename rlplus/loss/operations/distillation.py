@@ -109,8 +109,7 @@ def _from_head(
 ) -> tuple[Tensor, Tensor]:
     """-> loss, divergence (N,)."""
     backend = _backend(backend, head, teacher, scratch)
-    if sampling.sampled() and _differentiated(head):
-        head = sampling.with_draws(head, backend)
+    head = sampling.with_draws(head, backend, _differentiated(head))
     if backend == "reference":
         library.check_weighted_rows(weights, head, teacher)
         return reference.linear_divergence(head, teacher, weights, beta)
@@ -132,8 +131,7 @@ def _from_topk(
         backend = resolve_backend(backend, head.hidden.device, head.hidden.dtype)
         if backend not in ("reference", "torch"):
             raise ValueError(f"want backend reference or torch with teacher_topk; got {backend!r}, which has none")
-    if sampling.sampled() and _differentiated(head):
-        head = sampling.with_draws(head, backend)
+    head = sampling.with_draws(head, backend, _differentiated(head))
     if backend == "reference":
         library.check_weighted_rows(weights, head)
         check_topk(*topk, len(head.weight), weights != 0)

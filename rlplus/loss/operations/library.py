@@ -107,28 +107,11 @@ def stats_of(head: Head, constants: TokenConstants) -> tuple[str, ...]:
     return *stat_names(constants), *(() if head.uniform is None else sampled.SAMPLED_STATS)
 
 
-_POLICY = f"bool[] needs, {schema(Head, TokenConstants, Objective, Options)}) -> ({', '.join(['Tensor'] * 7)})"
-
-
-@torch.library.custom_op("rlplus::linear_policy_loss", mutates_args=(), schema=f"({_POLICY}")
-def linear_policy_loss(needs: Sequence[bool], *arguments: Any) -> tuple[Tensor, ...]:
+def _policy_loss(weight_grad: Tensor | None, needs: Sequence[bool], *arguments: Any) -> tuple[Tensor, ...]:
     """-> loss, logprob, entropy, stats, dhidden, dweight, dbias (without elements where not needed).
 
-    Not differentiable, see `attach_gradients`.
+    Not differentiable, see `attach_gradients`. The gradient of weight is added to weight_grad, if there is one.
     """
-    return _policy_loss(None, needs, *arguments)
-
-
-# An op of its own: torch spends half a millisecond on the arguments of an op that may write to one of them.
-@torch.library.custom_op(
-    "rlplus::linear_policy_loss_into", mutates_args=("weight_grad",), schema=f"(Tensor(a!) weight_grad, {_POLICY}"
-)
-def linear_policy_loss_into(weight_grad: Tensor, needs: Sequence[bool], *arguments: Any) -> tuple[Tensor, ...]:
-    """As `linear_policy_loss`; the gradient of weight is added to weight_grad."""
-    return _policy_loss(weight_grad, needs, *arguments)
-
-
-def _policy_loss(weight_grad: Tensor | None, needs: Sequence[bool], *arguments: Any) -> tuple[Tensor, ...]:
     head, constants, objective, options = unpack(arguments, Head, TokenConstants, Objective, Options)
     with telling(head):
         if weight_grad is not None:
@@ -142,19 +125,33 @@ def _policy_loss(weight_grad: Tensor | None, needs: Sequence[bool], *arguments: 
     with full_precision(head.hidden.device), advising(options.backend):
         rounded, inner = in_one_dtype(head, want)
         call = PolicyCall(rounded, constants, objective, inner)
-        compute = partial(_whole_vocabulary, options.backend, shards)
+        compute: Callable[[PolicyCall], PolicyResult]
+        if head.uniform is not None:
+            compute = partial(_sampled_policy_loss, options.backend, shards)
+        elif shards is not None:
+            compute = partial(sharded().policy_loss, implementation(options.backend), shards)
+        else:
+            compute = implementation(options.backend).policy_loss
         result = compute(call) if head.kept_offsets is None else kept_tokens.policy_loss(compute, call)
         return *result[:-1], *in_own_dtypes(result.gradients, head, want, inner)
 
 
-def _whole_vocabulary(backend: str, shards: Any, call: PolicyCall) -> PolicyResult:
-    """The policy loss of a head without kept tokens: sampled, split over ranks, or by a backend."""
-    if call.head.uniform is not None:
-        draws, head = drawer_of(backend, shards, call.head)
-        return sampled.policy_loss(draws, call._replace(head=head))
-    if shards is not None:
-        return sharded().policy_loss(implementation(backend), shards, call)
-    return implementation(backend).policy_loss(call)
+def _sampled_policy_loss(backend: str, shards: Any, call: PolicyCall) -> PolicyResult:
+    draws, head = drawer_of(backend, shards, call.head)
+    return sampled.policy_loss(draws, call._replace(head=head))
+
+
+_POLICY = f"bool[] needs, {schema(Head, TokenConstants, Objective, Options)}) -> ({', '.join(['Tensor'] * 7)})"
+linear_policy_loss = torch.library.custom_op(
+    "rlplus::linear_policy_loss", partial(_policy_loss, None), mutates_args=(), schema=f"({_POLICY}"
+)
+# An op of its own: torch spends half a millisecond on the arguments of an op that may write to one of them.
+linear_policy_loss_into = torch.library.custom_op(
+    "rlplus::linear_policy_loss_into",
+    _policy_loss,
+    mutates_args=("weight_grad",),
+    schema=f"(Tensor(a!) weight_grad, {_POLICY}",
+)
 
 
 def in_one_dtype(head: Head, want: Want) -> tuple[Head, Want]:

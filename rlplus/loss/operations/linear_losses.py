@@ -1,6 +1,7 @@
 """The public operations on a language-model head: policy loss and logprobs without the full logits."""
 
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from math import inf
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -149,17 +150,29 @@ def linear_policy_loss(
         backend = backend_for(backend, head.whole_vocabulary(), scratch)
         if backend == "reference" and (weight_grad is not None or head.group):
             raise ValueError("backend 'reference' keeps the full logits: it takes no weight_grad or split head")
-        sampling = BackwardPass(backward, threshold, seed)
-        if sampling.sampled():
-            head = sampling.with_draws(head, backend)
+        head = BackwardPass(backward, threshold, seed).with_draws(head, backend)
     if backend == "reference":
-        weighted, _ = library.check_policy_rows(head, constants, objective)
-        library.check_targets(head, len(head.weight), weighted)
-        loss, logprob, entropy, stats = reference.linear_policy_loss(head, constants, objective)
+        loss, logprob, entropy, stats = _reference_policy_loss(head, constants, objective)
     else:
-        options = Options(scratch, backend)
-        loss, logprob, entropy, stats = _fused_policy_loss(head, constants, objective, options, weight_grad)
+        differentiable = (head.hidden, head.weight if weight_grad is None else head.weight.detach(), head.bias)
+        needs = [torch.is_grad_enabled() and x is not None and x.requires_grad for x in differentiable]
+        op = (
+            library.linear_policy_loss if weight_grad is None else partial(library.linear_policy_loss_into, weight_grad)
+        )
+        with torch.no_grad():
+            results = op(needs, *pack(head, constants, objective, Options(scratch, backend)))
+        loss, logprob, entropy, sums, *gradients = results
+        loss = library.attach_gradients(loss, *differentiable, *gradients, backend == "triton")
+        stats = dict(zip(library.stats_of(head, constants), sums.unbind(), strict=True))
     return PolicyLoss(loss, logprob.detach().view(target.shape), entropy.detach().view(target.shape), stats)
+
+
+def _reference_policy_loss(
+    head: Head, constants: TokenConstants, objective: Objective
+) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]:
+    weighted, _ = library.check_policy_rows(head, constants, objective)
+    library.check_targets(head, len(head.weight), weighted)
+    return reference.linear_policy_loss(head, constants, objective)
 
 
 def linear_logprob(
@@ -195,10 +208,9 @@ def linear_logprob(
             raise ValueError("backend 'reference' keeps the full logits: it takes no split head")
         differentiated = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in head[:3])
         sampling = BackwardPass(backward, threshold, seed)
-        if sampling.sampled() and differentiated:
-            if head.kept_offsets is not None:
-                sampling.refuse("kept tokens, whose gradient is sparse by itself")
-            head = sampling.with_draws(head, backend)
+        if head.kept_offsets is not None and differentiated and sampling.sampled():
+            sampling.refuse("kept tokens, whose gradient is sparse by itself")
+        head = sampling.with_draws(head, backend, differentiated)
     if backend == "reference":
         library.check_targets(head, len(head.weight), library.check_logprob_rows(head))
         logprob, entropy = reference.logprob_and_entropy(head)
@@ -232,27 +244,6 @@ class RLPlusLoss(nn.Module):
 
     def extra_repr(self) -> str:
         return ", ".join([repr(self.objective), *(f"{k}={v!r}" for k, v in self.options.items())])
-
-
-def _fused_policy_loss(
-    head: Head,
-    constants: TokenConstants,
-    objective: Objective,
-    options: Options,
-    weight_grad: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]:
-    """-> loss, logprob (N,), entropy (N,), stats, through the registered ops."""
-    weight = head.weight if weight_grad is None else head.weight.detach()
-    differentiable = (head.hidden, weight, head.bias)
-    needs = [torch.is_grad_enabled() and t is not None and t.requires_grad for t in differentiable]
-    arguments = pack(head, constants, objective, options)
-    with torch.no_grad():
-        if weight_grad is None:
-            loss, logprob, entropy, sums, *gradients = library.linear_policy_loss(needs, *arguments)
-        else:
-            loss, logprob, entropy, sums, *gradients = library.linear_policy_loss_into(weight_grad, needs, *arguments)
-    loss = library.attach_gradients(loss, *differentiable, *gradients, options.backend == "triton")
-    return loss, logprob, entropy, dict(zip(library.stats_of(head, constants), sums.unbind(), strict=True))
 
 
 def _check_weight_grad(head: Head, weight_grad: Tensor | None) -> None:
