@@ -112,24 +112,42 @@ def check_values(ok: Tensor, message: str) -> None:
         torch._assert_async(ok.all(), message)
 
 
+def check_each(ok: Tensor, messages: Sequence[str]) -> None:
+    """`check_values` of several checks at once, ok (k,), each with its message; the first that fails is raised."""
+    if ok.device.type == "cpu" and not torch.compiler.is_compiling():
+        for passed, message in zip(ok.tolist(), messages, strict=True):
+            if not passed:
+                raise ValueError(message)
+    else:
+        for passed, message in zip(ok.unbind(), messages, strict=True):
+            torch._assert_async(passed, message)
+
+
 def check_constant_values(constants: TokenConstants) -> None:
     """Weights must be finite: an infinite or NaN weight would decide silently which tokens count.
 
     Where the weight is not 0, advantages must be finite too, and given logprobs must not all be 0 or more: such have
     come as probabilities, or negated. Single ones may be above 0, where they stand for the ratio of a whole sequence;
     engine logprobs, then moved by a sum over the sequence, are not checked. NaN logprobs pass, and make the loss NaN.
+
+    Columns are checked together: each operation of torch is a launch, and a short call on a GPU waits for launches.
     """
-    off = constants.token_weight == 0
-    check_values(constants.token_weight.isfinite(), "want token_weight finite everywhere; got NaN or Inf")
-    if constants.entropy_weight is not None:
-        check_values(constants.entropy_weight.isfinite(), "want entropy_weight finite everywhere; got NaN or Inf")
-    finite = off | constants.advantage.isfinite()
-    check_values(finite, "want advantage finite where token_weight is not 0; got NaN or Inf")
-    for name in ("old_logprob", "behavior_logprob", "ref_logprob"):
-        value = getattr(constants, name)
-        if value is not None:
-            possible = (~off & (value < 0)).any() | ~(~off & (value > ROUNDING)).any()
-            check_values(possible, f"want {name} in nats, at most 0; got none below 0, and some above {ROUNDING}")
+    on = constants.token_weight != 0
+    finite = {
+        "token_weight finite everywhere": constants.token_weight,
+        "entropy_weight finite everywhere": constants.entropy_weight,
+        "advantage finite where token_weight is not 0": constants.advantage.where(on, 0.0),
+    }
+    given = {what: values for what, values in finite.items() if values is not None}
+    ok = (torch.stack(list(given.values())).abs() < torch.inf).all(1)
+    check_each(ok, [f"want {what}; got NaN or Inf" for what in given])
+    logprobs = {name: getattr(constants, name) for name in ("old_logprob", "behavior_logprob", "ref_logprob")}
+    names = [name for name, value in logprobs.items() if value is not None]
+    if names:
+        values = torch.stack([logprobs[name] for name in names]).where(on, 0.0)
+        possible = (values < 0).any(1) | ~(values > ROUNDING).any(1)
+        wanted = f"in nats, at most 0; got none below 0, and some above {ROUNDING}"
+        check_each(possible, [f"want {name} {wanted}" for name in names])
 
 
 def _memory(tensor: Tensor) -> tuple[int, int]:

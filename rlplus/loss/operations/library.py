@@ -55,8 +55,9 @@ def check_logprob_rows(head: Head) -> Tensor:
 
 def check_targets(head: Head, V: int, on: Tensor) -> None:
     """Check the targets of the rows `on`, and the kept tokens. V: the size of the vocabulary."""
+    target = head.target.where(on, 0)
     check_values(
-        ((head.target >= 0) & (head.target < V)) | ~on,
+        target.clamp(0, V - 1) == target,
         f"want target in [0, {V}) wherever the token's weight is not 0; got a value outside",
     )
     if head.kept_offsets is not None:
@@ -65,8 +66,9 @@ def check_targets(head: Head, V: int, on: Tensor) -> None:
 
 def _check_temperatures(head: Head, on: Tensor) -> None:
     if head.row_temperature is not None:
+        temperature = head.row_temperature.where(on, 1.0)
         check_values(
-            ((head.row_temperature > 0) & head.row_temperature.isfinite()) | ~on,
+            (temperature > 0) & (temperature < torch.inf),
             "want temperature finite and > 0 wherever the token's weight is not 0; got 0, less, NaN or Inf",
         )
 
