@@ -37,9 +37,9 @@ spared = 0  # how many modules the collection of garbage passes over
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # decides at the import of a kernel's module how the kernel will run
-    from quick_interpreter import list_builtins_once
+    from quick_interpreter import make_quick
 
-    list_builtins_once()
+    make_quick()
 
 with torch.device("meta"):
     torch.empty(0)  # fills torch's list of constructors that heed the line above, before any of them is replaced
