@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from init_cases import init, installed_vllm, questions, tiny_model, written
+from init_cases import init, installed_vllm, questions, written
 
 from rlplus.tools.init import start
 from rlplus.tools.plan import make_cluster
@@ -14,7 +14,6 @@ from rlplus.train.config import load_config
 from rlplus.train.data import byte_tokenizer, load_examples, response_text
 
 vllm_is_installed = installed_vllm
-model = tiny_model
 
 
 @pytest.mark.parametrize(("count", "odd"), [(1, 0), (1, 39), (4, 7)])
