@@ -55,7 +55,7 @@ def pass_the_reward(begun: Config) -> list[bool]:
     assert report.demonstrations == report.rows
     texts = [response_text(tokenizer, example.demonstration or (), None) for example in examples]
     prompts = [tokenizer.decode(list(example.prompt)) for example in examples]
-    with Scorer(begun.reward) as scorer:
+    with Scorer(begun.reward.model_copy(update={"workers": 1})) as scorer:
         return [one.value == 1 for one in scorer(texts, [e.answer for e in examples], prompts=prompts)]
 
 

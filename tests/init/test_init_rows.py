@@ -74,7 +74,7 @@ def test_a_column_that_is_only_the_answer_is_no_demonstration(
     found = (begun.config.algorithm.preset, begun.config.data.demonstration)
     assert found == (("rlplus", "solution") if worked == 6 else ("grpo", None))
     assert any(only in line and "no demonstrations are taken" in line for line in begun.reasons) == (worked < 6)
-    given = start(model, data, make_cluster(1, "24g"), ["data.demonstration=solution"])
+    given = start(model, data, make_cluster(1, "24g"), ["data.demonstration=solution", "reward.workers=1"])
     assert (given.config.algorithm.preset, given.config.data.demonstration) == ("rlplus", "solution")
     assert any(only in line for line in given.reasons) == (worked < 6)
     assert any(only in line for line in plan_data(given.config).summaries) == (worked < 6)
