@@ -7,7 +7,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 # Must precede the import of torch, here and in the processes that tests start.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -87,6 +87,14 @@ def pytest_runtest_logfinish() -> None:
     """Modules that a test has imported stay as well; collections that pass over them take a tenth of the time."""
     if len(sys.modules) > spared + 50:
         spare_what_stays()
+
+
+def flush_nothing(descriptor: Any) -> None:
+    """For `os.fsync` in this process: waiting for a disk shows nothing. What is flushed when, file_calls.py sees."""
+    os.fstat(descriptor)  # an error without such a file
+
+
+os.fsync = flush_nothing
 
 
 @pytest.fixture
