@@ -8,6 +8,7 @@ from itertools import accumulate
 from math import ceil
 from operator import mul
 from pathlib import Path
+from shutil import copytree
 from threading import Thread
 from typing import Any
 
@@ -42,9 +43,15 @@ def launcher(tmp_path: Path) -> str:
     return launcher_in(tmp_path)
 
 
+@pytest.fixture(scope="module")
+def base_models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return prepared(tmp_path_factory.mktemp("prepared"))
+
+
 @pytest.fixture
-def output(tmp_path: Path) -> Path:
-    return prepared(tmp_path)
+def output(base_models: Path, path: Path) -> Path:
+    """The folder of the comparison, with its base models and data."""
+    return copytree(base_models, path.parent / "out")
 
 
 def test_runs_searches_resumes_and_reports(tmp_path: Path, path: Path, output: Path, launcher: str) -> None:

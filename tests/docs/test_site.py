@@ -36,8 +36,11 @@ FOUND = "[...document.querySelectorAll('a.md-search-result__link')].map((a) => a
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With rough intervals: two thousand resamples for each of thousands take two thirds of the time."""
     folder = tmp_path_factory.mktemp("site")
-    build(load_config(str(ROOT / "mkdocs.yml"), site_dir=str(folder)))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("rlplus.train.evaluation.estimates._REPLICATES", 20)
+        build(load_config(str(ROOT / "mkdocs.yml"), site_dir=str(folder)))
     return folder
 
 

@@ -3,7 +3,7 @@
 import json
 from dataclasses import replace
 from pathlib import Path
-from shutil import rmtree
+from shutil import copytree, rmtree
 
 import pytest
 from comparisons import EXPERIMENTS, FILE, calls, launcher_in, prepared, written
@@ -15,13 +15,22 @@ from rlplus.tools.compare.config import BASE, load_comparison
 from rlplus.tools.compare.outcomes import Results
 
 
-def whole(folder: Path) -> Results:
-    """Results of the comparison in one go. Its runs are gone; base models and data are there."""
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The comparison in one go. Its runs are gone; results, base models and data are there."""
+    folder = tmp_path_factory.mktemp("finished")
     output = prepared(folder)
     run_comparison(folder / "compare.yaml", output, jobs=2, launcher=launcher_in(folder))
-    (folder / "calls.txt").unlink()
     rmtree(output / "runs")
-    return Results.load(output / "results.json")
+    return folder
+
+
+@pytest.fixture
+def want(finished: Path, tmp_path: Path) -> Results:
+    """Its results; the test's folder is a copy of its own."""
+    copytree(finished, tmp_path, dirs_exist_ok=True)
+    (tmp_path / "calls.txt").unlink()
+    return Results.load(tmp_path / "out/results.json")
 
 
 def same(results: Results, other: Results) -> bool:
@@ -33,8 +42,10 @@ def same(results: Results, other: Results) -> bool:
     return mine == others
 
 
-def test_makes_what_the_results_lack_with_what_it_starts_from_and_ends_as_in_one_go(tmp_path: Path) -> None:
-    want, output, known = whole(tmp_path), tmp_path / "out", tmp_path / "known.json"
+def test_makes_what_the_results_lack_with_what_it_starts_from_and_ends_as_in_one_go(
+    want: Results, tmp_path: Path
+) -> None:
+    output, known = tmp_path / "out", tmp_path / "known.json"
 
     def left(results: Results) -> list[str]:
         """The calls of going on from these results, which ends like the comparison."""
@@ -57,8 +68,7 @@ def test_makes_what_the_results_lack_with_what_it_starts_from_and_ends_as_in_one
     assert left(replace(want, rates={}, search_runs={}, outcomes=[])) == ["eval"] * 19 + ["train"] * 17, "all of it"
 
 
-def test_the_rates_of_the_results_are_those_of_the_new_runs(tmp_path: Path) -> None:
-    want = whole(tmp_path)
+def test_the_rates_of_the_results_are_those_of_the_new_runs(want: Results, tmp_path: Path) -> None:
     best = {"SFT": 0.01, "GRPO": 0.002, "SFT+GRPO": 0.004}
     rates = {"one": {name: {"0.0001": 0.1, "0.0003": 0.2, f"{rate}": 0.3} for name, rate in best.items()}}
     search_runs = {"one": {name: dict.fromkeys(each, (7, 70)) for name, each in rates["one"].items()}}
@@ -92,8 +102,8 @@ def test_a_search_that_had_not_ended_and_runs_at_another_rate_than_the_best_are_
     assert left(outcomes=other) == ["train", "eval"]
 
 
-def test_what_is_finished_is_kept_when_a_run_fails(tmp_path: Path) -> None:
-    want, known = whole(tmp_path), tmp_path / "known.json"
+def test_what_is_finished_is_kept_when_a_run_fails(want: Results, tmp_path: Path) -> None:
+    known = tmp_path / "known.json"
     gone = [one for one in want.outcomes if one.method != "GRPO long"]
     replace(want, outcomes=gone, provenance={"processor": "another"}).save(known)
     command = launcher_in(tmp_path).split()
@@ -128,8 +138,8 @@ def test_results_that_were_made_in_another_way_are_refused(
         Continued(known, comparison, tmp_path / "compare.yaml", tmp_path)
 
 
-def test_a_comparison_with_another_method_takes_over_those_that_it_shares(tmp_path: Path) -> None:
-    want, known = whole(tmp_path), tmp_path / "known.json"
+def test_a_comparison_with_another_method_takes_over_those_that_it_shares(want: Results, tmp_path: Path) -> None:
+    known = tmp_path / "known.json"
     want.save(known)
     file = json.loads(json.dumps(FILE))
     file["methods"]["RL-PLUS"] = {"preset": "rlplus"}

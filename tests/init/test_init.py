@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from init_cases import init, installed_vllm, questions, tiny_model, written
+from init_cases import init, installed_vllm, questions, written
 
 from rlplus.tools.cli import main
 from rlplus.tools.init import start
@@ -21,7 +21,6 @@ SEVEN = "Qwen/Qwen2.5-Math-7B"  # its architecture comes with rlplus
 
 
 vllm_is_installed = installed_vllm
-model = tiny_model
 
 
 def test_the_file_loads_fits_and_reads_its_data(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -56,7 +55,7 @@ def pass_the_reward(begun: Config) -> list[bool]:
     assert report.demonstrations == report.rows
     texts = [response_text(tokenizer, example.demonstration or (), None) for example in examples]
     prompts = [tokenizer.decode(list(example.prompt)) for example in examples]
-    with Scorer(begun.reward) as scorer:
+    with Scorer(begun.reward.model_copy(update={"workers": 1})) as scorer:
         return [one.value == 1 for one in scorer(texts, [e.answer for e in examples], prompts=prompts)]
 
 

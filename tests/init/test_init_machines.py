@@ -12,9 +12,7 @@ import rlplus.tools.cli.train as command
 from rlplus.tools.cli import main
 from rlplus.tools.init.fitting import chosen_engine, tunings_for
 from rlplus.tools.plan import GIB, make_cluster
-from rlplus.train.config import RolloutConfig, ScratchModel, check_engine, installed_vllm, load_config
-from rlplus.train.data import byte_tokenizer
-from rlplus.train.learner.pretrained import make_scratch_model, write_model
+from rlplus.train.config import RolloutConfig, check_engine, installed_vllm, load_config
 
 BUILDS = [None, "cpu", "gpu"]
 DATA: dict[str, list[dict[str, Any]]] = {
@@ -25,15 +23,6 @@ DATA: dict[str, list[dict[str, Any]]] = {
         for i in range(40)
     ],
 }
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    folder, tokenizer = tmp_path_factory.mktemp("model"), byte_tokenizer()
-    scratch = ScratchModel(hidden_size=32, layers=1, heads=2, intermediate_size=64, max_position_embeddings=1024)
-    write_model(make_scratch_model(scratch, tokenizer, seed=0), str(folder))
-    tokenizer.save_pretrained(folder)
-    return str(folder)
 
 
 def be(monkeypatch: pytest.MonkeyPatch, build: str | None, gpu: bool) -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from init_cases import init, installed_vllm, questions, tiny_model, written
+from init_cases import init, installed_vllm, questions, written
 
 from rlplus.tools.init import start
 from rlplus.tools.plan import make_cluster
@@ -14,7 +14,6 @@ from rlplus.train.config import load_config
 from rlplus.train.data import byte_tokenizer, load_examples, response_text
 
 vllm_is_installed = installed_vllm
-model = tiny_model
 
 
 @pytest.mark.parametrize(("count", "odd"), [(1, 0), (1, 39), (4, 7)])
@@ -75,7 +74,7 @@ def test_a_column_that_is_only_the_answer_is_no_demonstration(
     found = (begun.config.algorithm.preset, begun.config.data.demonstration)
     assert found == (("rlplus", "solution") if worked == 6 else ("grpo", None))
     assert any(only in line and "no demonstrations are taken" in line for line in begun.reasons) == (worked < 6)
-    given = start(model, data, make_cluster(1, "24g"), ["data.demonstration=solution"])
+    given = start(model, data, make_cluster(1, "24g"), ["data.demonstration=solution", "reward.workers=1"])
     assert (given.config.algorithm.preset, given.config.data.demonstration) == ("rlplus", "solution")
     assert any(only in line for line in given.reasons) == (worked < 6)
     assert any(only in line for line in plan_data(given.config).summaries) == (worked < 6)

@@ -4,6 +4,7 @@ computing the logits again gives, and the gradients of float64."""
 from typing import Any
 
 import pytest
+import quick
 import torch
 from head_cases import sample
 from torch import Tensor
@@ -72,10 +73,11 @@ def part(backend: str, dtype: torch.dtype, rows: float) -> float:
     return rows * sum(x.nbytes for x in stored) / 1e6
 
 
-@EVERY
-@pytest.mark.parametrize("bonus", [False, True])
-@pytest.mark.parametrize("transform", list(TRANSFORMS))
-@pytest.mark.parametrize("dtype", [FP32, BF16, FP16], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "transform", "bonus", "backend"),
+    quick.pairs([FP32, BF16, FP16], TRANSFORMS, [False, True], ["torch", CPP, "triton"]),
+    ids=str,
+)
 def test_all_rows_some_and_none_give_the_gradients_of_float64(
     dtype: torch.dtype, transform: str, bonus: bool, backend: str
 ) -> None:

@@ -1,6 +1,5 @@
 """The gated recipe: whose demonstrations are trained on, with which loss, and that a run resumes."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,17 +17,9 @@ from recipe_cases import (
     tokens_of,
 )
 from torch import Tensor
-from trainer_runs import run_config
 
 from rlplus.train.recipe.gate import GateRecipe
-from rlplus.train.trainer import Run, open_run
-
-
-@pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
-    """A run that is built and never trained."""
-    with open_run(run_config(tmp_path_factory.mktemp("run"))) as run:
-        yield run
+from rlplus.train.trainer import Run
 
 
 @pytest.mark.parametrize("solved", [0, 1])

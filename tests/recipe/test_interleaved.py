@@ -1,6 +1,5 @@
 """The interleaved recipe: which demonstrations wait, which are taken when, and that a run resumes with them."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,19 +17,11 @@ from recipe_cases import (
     tokens_of,
 )
 from torch import Tensor
-from trainer_runs import run_config
 
 from rlplus.train.recipe.interleaved import InterleavedRecipe
-from rlplus.train.trainer import Run, open_run
+from rlplus.train.trainer import Run
 
 RELIFT = {"preset": "relift", "recipe": {"batch": 5}}
-
-
-@pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
-    """A run that is built and never trained."""
-    with open_run(run_config(tmp_path_factory.mktemp("run"))) as run:
-        yield run
 
 
 def test_the_newest_demonstrations_of_unsolved_prompts_come_first(run: Run, tmp_path: Path) -> None:

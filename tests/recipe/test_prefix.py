@@ -2,7 +2,6 @@
 
 import math
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,14 +19,7 @@ from rlplus.train.learner.statistics import set_statistics
 from rlplus.train.recipe import Ask, Recipe
 from rlplus.train.recipe.prefix import PrefixRecipe
 from rlplus.train.rollout import Completion, respond
-from rlplus.train.trainer import Run, open_run
-
-
-@pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
-    """A run that is built and never trained."""
-    with open_run(run_config(tmp_path_factory.mktemp("run"))) as run:
-        yield run
+from rlplus.train.trainer import Run
 
 
 def prefix_recipe(folder: Path, **options: Any) -> Recipe:

@@ -27,14 +27,7 @@ from rlplus.train.data import Example, Sample
 from rlplus.train.learner import Policy
 from rlplus.train.learner.resharding import load_resharded
 from rlplus.train.recipe import Ask, Batch, Recipe, Update, make_recipe, set_advantages
-from rlplus.train.trainer import Interrupted, Run, open_run, train
-
-
-@pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """A run that is built and never trained."""
-    with open_run(run_config(tmp_path_factory.mktemp("run"))) as run:
-        yield run
+from rlplus.train.trainer import Interrupted, Run, train
 
 
 def spelt_out(sample: Sample) -> Sample:

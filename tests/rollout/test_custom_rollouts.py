@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from engine_runs import same
+from said_texts import Kept
 from trainer_runs import metrics, run_config
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 from update_cases import batch_of_samples, naive_loss, packed
@@ -19,9 +20,9 @@ from examples import calculator, thought_templates
 from experiments.toy.task import draw_splits, make_tokenizer, write_jsonl
 from rlplus.train.algorithm import ALGORITHMS
 from rlplus.train.config import Config
-from rlplus.train.data import Example, Sample
+from rlplus.train.data import Example
 from rlplus.train.evaluation.sample import evaluate
-from rlplus.train.recipe import Batch, Recipe
+from rlplus.train.recipe import Batch
 from rlplus.train.reward import Score
 from rlplus.train.rollout import Completion, Request, Response, RunFailed, Sampler, Sampling, make_respond
 from rlplus.train.trainer import Interrupted, Run, open_run, train
@@ -115,16 +116,6 @@ def test_thought_templates_are_inserted_one_after_the_other() -> None:
 
 
 # ---- in a run
-
-
-class Kept(Recipe):
-    """The plain recipe; keeps the samples of every step."""
-
-    kept: list[Sample] = []  # noqa: RUF012
-
-    def credit(self, batch: Batch) -> None:
-        self.kept.extend(batch.samples)
-        super().credit(batch)
 
 
 def demo_config(folder: Path, output: str = "run", **train_changes: Any) -> Config:

@@ -16,15 +16,14 @@ import pytest
 import torch
 from chat_templates import byte_turns
 from rollout_models import save
-from said_texts import Saying
+from said_texts import Kept, Saying
 from trainer_runs import metrics, run_config
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from rlplus.tools.cli import main
 from rlplus.train.config import DataConfig, EnvironmentConfig, RolloutConfig, load_config
-from rlplus.train.data import Example, Sample, load_examples
+from rlplus.train.data import Example, load_examples
 from rlplus.train.evaluation.sample import evaluate
-from rlplus.train.recipe import Batch, Recipe
 from rlplus.train.rollout import Completion, Request, RolloutEngine, RunFailed, Sampling, make_engine, make_respond
 from rlplus.train.trainer import train
 
@@ -324,16 +323,6 @@ def test_rewards_of_the_environment_count_in_an_evaluation(tmp_path: Path) -> No
 
 
 # ---- in a run
-
-
-class Kept(Recipe):
-    """The plain recipe; keeps the samples of every step."""
-
-    kept: list[Sample] = []  # noqa: RUF012
-
-    def credit(self, batch: Batch) -> None:
-        self.kept.extend(batch.samples)
-        super().credit(batch)
 
 
 def example(folder: Path, steps: int) -> list[dict[str, float]]:

@@ -80,9 +80,9 @@ def calls(folder: Path) -> list[str]:
     return (folder / "calls.txt").read_text().split()
 
 
-def prepared(folder: Path, name: str = "out") -> Path:
+def prepared(folder: Path) -> Path:
     """The folder of the comparison, with its base models and data."""
-    output = folder / name
+    output = folder / "out"
     runner = Runner(load_comparison(written(folder, FILE)), EXPERIMENTS / "demo.yaml", output)
     for seed in (0, 1, 1000):
         preparation = runner.preparation("one", seed)

@@ -9,12 +9,12 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from quick_interpreter import list_builtins_once
+from quick_interpreter import make_quick
 
 from rlplus.kernels import exponentials
 from rlplus.loss import selfcheck
 
-list_builtins_once()
+make_quick()
 kernel = exponentials._gradient_kernel
 
 
