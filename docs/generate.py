@@ -351,6 +351,8 @@ PARTS: dict[str, dict[str, Callable[[], str]]] = {
         "form-tests": partial(which_method.form_tests, table),
         "form-cells": partial(which_method.form_runs, table, "cells"),
         "form-cell-tests": partial(which_method.form_tests, table, "cells"),
+        "form-responses": partial(which_method.form_runs, table, "responses"),
+        "form-response-tests": partial(which_method.form_tests, table, "responses"),
         "form-rates": partial(which_method.form_runs, table, "rates"),
         "forms": partial(which_method.forms, table),
     },

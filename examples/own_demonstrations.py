@@ -18,6 +18,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 try:
+    import pyarrow  # noqa: F401  # read_kept needs it
+
     from rlplus.common.durable import replacing
     from rlplus.train.config import SAMPLES, load_config
     from rlplus.train.data import Example, load_examples, load_tokenizer, read_kept
@@ -74,7 +76,7 @@ def right_responses(examples: Sequence[Example], folder: Path) -> dict[int, list
 
 
 def problem_of(example: Example) -> tuple[object, ...]:
-    """What an evaluation asks once, however often it is in the data."""
+    """Prompt and answer: an evaluation asks such a problem once, however often it is in the data."""
     return tuple(example.prompt), example.answer
 
 
