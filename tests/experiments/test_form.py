@@ -92,16 +92,20 @@ def test_the_comparison_is_as_it_was_fixed(tmp_path: Path) -> None:
     runner = Runner(comparison, PATH.parent / comparison.run, tmp_path)
     runner.check()
     assert comparison.search is None
-    wanted = {*form.CELLS.values(), *form.RATES.values()}
+    wanted = {*form.CELLS.values(), *form.RATES.values(), *form.WITH_RESPONSES.values(), ("own responses", "SFT")}
     assert {(run.setting, run.method) for run in runner.all() if run.method != BASE} == wanted
     assert sorted({run.seed for run in runner.all()}) == [*range(200, 220)]
-    demonstrators = {name: setting.options.pop("demonstrator", {}) for name, setting in comparison.settings.items()}
+    settings = dict(comparison.settings)
+    responses = settings.pop("own responses")
+    assert responses.prepare == "experiments.toy.own_responses:prepare"
+    assert responses.options == {"base": comparison.settings["own"].options["base"]}
+    demonstrators = {name: setting.options.pop("demonstrator", {}) for name, setting in settings.items()}
     other, reversed_ = {"copies": False}, {"order": "backward"}
     exact = {"own": {}, OTHER: other, "reversed": reversed_}
     assert demonstrators == {name: each | {"noise": 0.2} for name, each in exact.items()} | {
         f"{name} and exact": each for name, each in exact.items()
     }
-    assert len({repr(setting) for setting in comparison.settings.values()}) == 1, "all else is the same"
+    assert len({repr(setting) for setting in settings.values()}) == 1, "all else is the same"
     for run in runner.all():
         train = runner.config_of(run).train
         rate = {"half": 5e-4, "twice": 2e-3}.get(run.method.removesuffix(" the rate").rpartition(" ")[2], 1e-3)
