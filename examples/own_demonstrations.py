@@ -9,7 +9,8 @@ The first command samples responses to the training problems and grades them; it
 (`evaluation.data.chat`, `rollout.max_response_length` and others). The second one puts the right and complete responses
 of each problem, each text once and in the order in which they were sampled, into the column `data.demonstration`; null
 where there is none, so that the run trains on rollouts alone there. Of several, `data.demonstration_choice` picks one.
-Other columns stay as they are: one with logprobs of the former demonstrations no longer fits.
+Other columns stay as they are: one with logprobs of the former demonstrations no longer fits. A pattern or a template
+of these would change the responses, and is refused.
 """
 
 import argparse
@@ -28,6 +29,7 @@ except ModuleNotFoundError as missing:
     raise SystemExit(f'{missing.name} is not installed: pip install -e ".[train]"') from None
 
 OF_DEMONSTRATIONS = ("demonstration", "behavior_logprob", "teacher_topk")  # columns that are not read
+FOR_OTHERS = ("demonstration_pattern", "demonstration_template")  # made for the former demonstrations
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -41,6 +43,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     column = config.data.demonstration
     if column is None or "." in column:
         raise ValueError(f"want data.demonstration with the name of a column, not within another; got {column!r}")
+    for name in FOR_OTHERS:
+        if getattr(config.data, name) is not None:
+            raise ValueError(f"want data.{name}=null, here and in the run: it would change the responses")
     rows = [row for _, row in read_rows(config.data.paths, None, config.data.limit)]
     prompts = config.data.model_copy(update=dict.fromkeys(OF_DEMONSTRATIONS))
     examples, _ = load_examples(prompts, load_tokenizer(config.model), max_demonstration_length=1)
