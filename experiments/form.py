@@ -1,7 +1,7 @@
 """Does the form of demonstrations decide if RL-PLUS helps: `python -m experiments.form RESULTS` prints the tests.
 
-Decision 077 fixed them before the runs. RESULTS is the results.json of experiments/compare/form.yaml; seeds that lack a
-run are left out.
+Decision 077 fixed them before the runs. RESULTS is the results.json of experiments/compare/form.yaml, or of form-rates.yaml;
+seeds that lack a run are left out.
 """
 
 import argparse
@@ -45,6 +45,17 @@ CELLS = RUNS | {
     OWN_BOTH: ("own", "SFT+GRPO"),
     OTHER_BOTH: ("without the first number", "SFT+GRPO"),
 }
+SETTINGS = {  # those whose other methods came last, by the end of their names
+    "own form, exact": "own and exact",
+    "without the first number, exact": "without the first number and exact",
+    "reversed": "reversed",
+    "reversed, exact": "reversed and exact",
+}
+OTHER_METHODS = {
+    f"{method}, {name}": (setting, method)
+    for name, setting in SETTINGS.items()
+    for method in ("SFT", "SFT+GRPO", "p/p_ω", "RL-PLUS")
+} | {GRPO: CELLS[GRPO]}
 RESPONSES = "RL-PLUS, own right responses"
 RESPONSES_BOTH = "SFT+GRPO, own right responses"
 WITH_RESPONSES = {each: CELLS[each] for each in (GRPO, OTHER, OWN_EXACT)} | {
@@ -66,10 +77,22 @@ CELL_DIFFERENCES = (
     (OWN, OWN_OMEGA),
     (OWN_BOTH, OTHER_BOTH),
 )
+METHOD_DIFFERENCES = (
+    (OWN_EXACT, "SFT+GRPO, own form, exact"),
+    (OWN_EXACT, "SFT, own form, exact"),
+    (OWN_EXACT, "p/p_ω, own form, exact"),
+    (OTHER_EXACT, "p/p_ω, without the first number, exact"),
+    (REVERSED, "p/p_ω, reversed"),
+    (REVERSED_EXACT, "p/p_ω, reversed, exact"),
+    ("p/p_ω, reversed, exact", GRPO),
+    ("SFT+GRPO, own form, exact", "SFT+GRPO, without the first number, exact"),
+    ("SFT+GRPO, own form, exact", "SFT+GRPO, reversed, exact"),
+)
 RESPONSE_DIFFERENCES = ((RESPONSES, GRPO), (RESPONSES, OTHER), (RESPONSES, OWN_EXACT), (RESPONSES, RESPONSES_BOTH))
 PARTS = {  # Holm in each part
     "first": (RUNS, DIFFERENCES),
     "cells": (CELLS, CELL_DIFFERENCES),
+    "methods": (OTHER_METHODS, METHOD_DIFFERENCES),
     "responses": (WITH_RESPONSES, RESPONSE_DIFFERENCES),
     "rates": (RATES, ()),
 }

@@ -92,7 +92,8 @@ def test_the_comparison_is_as_it_was_fixed(tmp_path: Path) -> None:
     runner = Runner(comparison, PATH.parent / comparison.run, tmp_path)
     runner.check()
     assert comparison.search is None
-    wanted = {*form.CELLS.values(), *form.RATES.values(), *form.WITH_RESPONSES.values(), ("own responses", "SFT")}
+    parts = (form.CELLS, form.OTHER_METHODS, form.RATES, form.WITH_RESPONSES)
+    wanted = {place for part in parts for place in part.values()} | {("own responses", "SFT")}
     assert {(run.setting, run.method) for run in runner.all() if run.method != BASE} == wanted
     assert sorted({run.seed for run in runner.all()}) == [*range(200, 220)]
     settings = dict(comparison.settings)
@@ -112,6 +113,24 @@ def test_the_comparison_is_as_it_was_fixed(tmp_path: Path) -> None:
         assert (train.lr, train.generated_tokens) == (rate, None if run.method == "SFT" else 200_000)
         if run.method != "SFT":
             assert (train.prompts_per_step, train.prompts_per_update) == (32, None)
+
+
+def test_at_their_own_rates_all_else_is_the_same(tmp_path: Path) -> None:
+    fixed, searched = load_comparison(PATH), load_comparison(PATH.with_name("form-rates.yaml"))
+    runner = Runner(searched, PATH.parent / searched.run, tmp_path)
+    runner.check()
+    reported = {(run.setting, run.method) for run in runner.all() if run.method != BASE}
+    assert reported == {*form.RUNS.values()}
+    assert sorted({run.seed for run in runner.all()}) == [*range(200, 220)]
+    assert (searched.run, searched.overrides) == (fixed.run, fixed.overrides)
+    for name, setting in searched.settings.items():
+        assert setting.options.pop("validation") == "all"
+        assert setting == fixed.settings[name]
+    assert all(fixed.methods[name] == method for name, method in searched.methods.items())
+    assert searched.search is not None
+    assert searched.search.rates == [5e-4, 1e-3, 2e-3]
+    assert searched.search.seed_numbers == range(1000, 1006)
+    assert searched.search.share == 1
 
 
 def test_each_part_has_its_own_seeds_and_its_own_correction() -> None:
