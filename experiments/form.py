@@ -1,7 +1,7 @@
 """Does the form of demonstrations decide if RL-PLUS helps: `python -m experiments.form RESULTS` prints the tests.
 
-Decision 077 fixed them before the runs. RESULTS is the results.json of experiments/compare/form.yaml, or of form-rates.yaml;
-seeds that lack a run are left out.
+Decision 077 fixed them before the runs. RESULTS is the results.json of experiments/compare/form.yaml, or of
+form-rates.yaml; seeds that lack a run are left out.
 """
 
 import argparse
