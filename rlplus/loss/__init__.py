@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from rlplus.loss.objective.advantages import batch_advantages
     from rlplus.loss.objective.definition import policy_loss
     from rlplus.loss.objective.objective import OBJECTIVES, Objective
-    from rlplus.loss.objective.registered import register_token_loss
+    from rlplus.loss.objective.surrogates import register_token_loss
     from rlplus.loss.objective.tokens import (
         MISMATCH_STATS,
         STATS,
@@ -71,7 +71,7 @@ __getattr__, __dir__ = lazy_names(
             "linear_logprob",
             "linear_policy_loss",
         ),
-        "objective.registered": ("register_token_loss",),
+        "objective.surrogates": ("register_token_loss",),
         "objective.tokens": (
             "MISMATCH_STATS",
             "STATS",

@@ -16,7 +16,7 @@ from triton.runtime.jit import native_specialize_impl
 from update_cases import batch_of_samples, packed
 
 from rlplus.loss import Objective
-from rlplus.loss.backends.token_arguments import coefficients
+from rlplus.loss.backends.triton import coefficients
 from rlplus.train.algorithm import ALGORITHMS, ExternalSchedule
 from rlplus.train.algorithm.external_schedule import external_share
 from rlplus.train.config import AlgorithmConfig, load_config

@@ -7,11 +7,10 @@ import pytest
 import torch
 
 import rlplus
-from rlplus.loss import environment
 from rlplus.loss.backends import selection
 from rlplus.loss.guard import verdicts
 from rlplus.loss.guard.verdicts import Verdict
-from rlplus.tools.cli import main
+from rlplus.tools.cli import bug_report, main
 
 
 def test_it_needs_neither_a_gpu_nor_a_configuration(
@@ -43,7 +42,7 @@ def test_each_cuda_device_has_its_verdicts(monkeypatch: pytest.MonkeyPatch) -> N
         return Verdict("passed", "") if dtype == torch.bfloat16 else Verdict("refused", "loss is not finite")
 
     monkeypatch.setattr(verdicts, "verdict_on", verdict_on)
-    first, second = (environment.environment()["devices"][f"cuda:{index}"] for index in range(2))
+    first, second = (bug_report.environment()["devices"][f"cuda:{index}"] for index in range(2))
     assert first["bfloat16"] == "triton: its self-check passed on NVIDIA Test for bfloat16"
     assert first["float32"].startswith("torch: the self-check of backend 'triton' on NVIDIA Test for float32: loss is")
     assert (first["name"], first["compute capability"], first["memory"]) == ("NVIDIA Test", "9.0", "80.0 GiB")
@@ -52,7 +51,7 @@ def test_each_cuda_device_has_its_verdicts(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_a_backend_that_does_not_fit_is_said_per_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RLPLUS_BACKEND", "torhc")
-    assert "got 'torhc'" in environment.environment()["devices"]["cpu"]["float32"]
+    assert "got 'torhc'" in bug_report.environment()["devices"]["cpu"]["float32"]
 
 
 def test_a_plan_needs_a_configuration(capsys: pytest.CaptureFixture[str]) -> None:

@@ -32,7 +32,6 @@ from rlplus import Objective
 from rlplus.kernels import divergence_rows, exponentials, policy_loss, scale, tiling
 from rlplus.kernels.tiling import TILES, Block
 from rlplus.loss import TokenConstants
-from rlplus.loss.backends import token_arguments
 from rlplus.loss.backends import triton as backend
 from rlplus.loss.backends.ways import Way
 from rlplus.loss.head.head import Head
@@ -65,7 +64,7 @@ class Case:
         self.slopes = torch.randn(N, 2)
         self.values = given_values(self.logits[:, :V], self.target, Transform(), *self.slopes.T)
         self.teacher = rows(N, HALF, width(HALF))
-        self.constants, self.given = token_arguments.columns(TokenConstants(**sample_constants((N,), 0, F32)))
+        self.constants, self.given = backend.token_columns(TokenConstants(**sample_constants((N,), 0, F32)))
         self.hidden, self.weight = gemm_inputs(N, SMALL, H, BF16)
         self.small = torch.randint(SMALL, (N,))
         make_impossible(self.hidden, self.weight, self.small, [*LISTED])
@@ -140,7 +139,7 @@ def objective(c: Case) -> Tensor:
     for times in (1, 7):
         values = new_values(times * len(c.target))
         values[:, LOGPROB : ENTROPY + 1] = c.values[:, LOGPROB : ENTROPY + 1].repeat(times, 1)
-        numbers, names = token_arguments.coefficients(o), token_arguments.choices(o)
+        numbers, names = backend.coefficients(o), backend.choices(o)
         policy_loss.token_loss(values, c.constants.repeat(times, 1), numbers, c.given, names)
         found += values[:, : DENTROPY + 1].split(len(c.target))
     return torch.cat([x[:, [LOGPROB, DLOGPROB, DENTROPY]] for x in found], 1)

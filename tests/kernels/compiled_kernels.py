@@ -40,7 +40,7 @@ from rlplus.kernels import draws, own_tokens, policy_loss, scale
 from rlplus.kernels import linear_logprob as kernels
 from rlplus.kernels.tiling import FP32_TILE, TILES, Tile
 from rlplus.loss import MISMATCH_STATS, STATS, TokenConstants, token_loss
-from rlplus.loss.backends import token_arguments
+from rlplus.loss.backends.triton import choices, coefficients, token_columns
 
 ARCHES = pytest.mark.parametrize("arch", [int(arch) for arch in os.environ.get("PTX_ARCHES", "80 90").split()])
 slow = pytest.mark.slow
@@ -242,8 +242,8 @@ def test_the_objective(launch: list[Run], internal: str, external: str, features
         logprob[:3] = torch.tensor([-1e-6, 6e-8, 0.0])
         values = new_values(n)
         values[:, LOGPROB], values[:, ENTROPY] = logprob, entropy
-        columns, present = token_arguments.columns(c)
-        numbers, names = token_arguments.coefficients(o), token_arguments.choices(o)
+        columns, present = token_columns(c)
+        numbers, names = coefficients(o), choices(o)
         sums = policy_loss.token_loss(values, columns, numbers, present, names).sum(0)
         got = dict(zip(STATS + MISMATCH_STATS, sums, strict=True))
         got = {k: v for k, v in got.items() if k in STATS or c.engine_logprob is not None}

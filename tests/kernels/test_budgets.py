@@ -11,7 +11,7 @@ from kernel_names import KERNELS
 
 import rlplus
 from rlplus.loss.head import cost
-from rlplus.loss.operations import library, sampled_library
+from rlplus.loss.operations import library, logprob_library
 
 KERNEL = {
     "arch": 90, "kernel": "_a_kernel", "variant": "bias", "aligned": True, "registers": 40, "spills": 0, "shared": 16,
@@ -83,7 +83,7 @@ def test_every_operation_has_numbers() -> None:
     assert table.keys() == {f"sm_{arch}" for arch in budgets.EXACT}
     assert all(entries.keys() == budgets.OPERATIONS.keys() for entries in table.values())
     assert library.linear_policy_loss  # imported, so that all are registered
-    assert sampled_library.sampled_logprob
+    assert logprob_library.sampled_logprob
     found = {name.split("::")[1] for name in torch._C._dispatch_get_all_op_names() if name.startswith("rlplus::")}
     assert {name for name in rlplus.__all__ if name.startswith("linear_")} <= found
     counted = {name for called in budgets.OPERATIONS.values() for name in called.split()}

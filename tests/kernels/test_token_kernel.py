@@ -10,7 +10,7 @@ from torch import Tensor
 from rlplus import Objective
 from rlplus.kernels import policy_loss as token_kernels
 from rlplus.loss import MISMATCH_STATS, STATS, TokenConstants, token_loss
-from rlplus.loss.backends import token_arguments
+from rlplus.loss.backends.triton import choices, coefficients, token_columns
 from rlplus.loss.objective import surrogates
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -27,8 +27,8 @@ def token_constants(n: int, absent: tuple[str, ...] = ()) -> TokenConstants:
 def run_token_loss(logprob: Tensor, entropy: Tensor, c: TokenConstants, o: Objective) -> dict[str, Tensor]:
     """Derivatives (n,), and statistics (blocks,): a sum for each BLOCK_N tokens."""
     values = torch.stack([logprob, entropy, *[torch.full_like(logprob, math.nan)] * 5], 1)
-    columns, given = token_arguments.columns(c)
-    arguments = (values, columns, token_arguments.coefficients(o), given, token_arguments.choices(o))
+    columns, given = token_columns(c)
+    arguments = (values, columns, coefficients(o), given, choices(o))
     stats = dict(zip(STATS + MISMATCH_STATS, token_kernels.token_loss(*arguments).unbind(1), strict=True))
     if c.engine_logprob is None:
         stats = {name: stats[name] for name in STATS}

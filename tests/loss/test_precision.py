@@ -12,8 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from rlplus import linear_logprob
 from rlplus.loss.backends import reference
-from rlplus.loss.guard.precision import full_precision
-from rlplus.loss.operations import library
+from rlplus.loss.guard import scope
+from rlplus.loss.guard.scope import full_precision
 
 CUDA, CPU = torch.backends.cuda.matmul, torch.backends.mkldnn.matmul
 
@@ -78,7 +78,7 @@ def products(monkeypatch: pytest.MonkeyPatch) -> Products:
         with full_precision(device), seen:
             yield
 
-    monkeypatch.setattr(library, "full_precision", watched)
+    monkeypatch.setattr(scope, "full_precision", watched)
     monkeypatch.setattr(reference, "full_precision", watched)
     return seen
 

@@ -17,7 +17,7 @@ from rlplus import Objective, RLPlusLoss, linear_logprob, linear_policy_loss
 from rlplus.kernels import tiling
 from rlplus.loss.backends import native
 from rlplus.loss.backends.sampled import MOST
-from rlplus.loss.operations import sampled_library
+from rlplus.loss.operations import logprob_library
 
 CPP = pytest.param("cpp", marks=pytest.mark.skipif(native.load() is None, reason="rlplus/_C.so is not built"))
 DEVICE = {"triton": "cuda" if torch.cuda.is_available() else "cpu"}
@@ -295,7 +295,7 @@ def test_they_are_well_formed_torch_ops(needs: tuple[bool, ...]) -> None:
     uniform = torch.rand(6)
     arguments = (*leaves, head["target"], 1.0, None, None, "", None, None, uniform, 2.0**-6, 1e9, "torch")
     tests = ("test_schema", "test_autograd_registration", "test_faketensor")
-    torch.library.opcheck(sampled_library.sampled_logprob, arguments, test_utils=tests)
+    torch.library.opcheck(logprob_library.sampled_logprob, arguments, test_utils=tests)
 
 
 def test_torchs_seed_repeats_what_has_none_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -87,4 +87,4 @@ def test_an_older_torch_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) 
     with pytest.raises(
         ImportError, match=r"^want torch 2\.10 or later for the operations of rlplus; got 2\.9\.1\+cu128$"
     ):
-        runpy.run_path(str(ROOT / "rlplus/loss/guard/precision.py"))
+        runpy.run_path(str(ROOT / "rlplus/loss/guard/scope.py"))

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from rlplus.loss.backends import cpp_draws, native
 from rlplus.loss.backends.pair_sums import PairGradients
-from rlplus.loss.backends.threshold_sampling import choose
+from rlplus.loss.backends.sampled import choose
 from rlplus.loss.head.gradient_sum import Gradients, GradientSum, Index, Want
 from rlplus.loss.head.head import Head
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from rlplus.loss.backends import kept_tokens
-from rlplus.loss.guard.precision import full_precision
+from rlplus.loss.guard.scope import full_precision
 from rlplus.loss.head.head import Head, scaled
 from rlplus.loss.objective.definition import policy_loss
 from rlplus.loss.objective.divergence import divergence, student_classes, teacher_classes

@@ -17,8 +17,7 @@ from torch import Tensor
 
 from rlplus.loss.backends import MODULES, implementation, native
 from rlplus.loss.guard import verdicts
-from rlplus.loss.guard.faults import advising
-from rlplus.loss.guard.precision import full_precision
+from rlplus.loss.guard.scope import guarded
 from rlplus.loss.head.head import Head
 
 BACKENDS = ("reference", *MODULES)
@@ -178,7 +177,7 @@ def _agrees(head: Head, scratch_bytes: float) -> bool:
     if head.group:  # targets of its own
         head = head._replace(target=head.target % len(head.weight), group="")
     rows = torch.linspace(0, N - 1, COMPARED_ROWS, device=head.hidden.device).round().long()
-    with torch.no_grad(), full_precision(head.hidden.device), advising("triton"):
+    with torch.no_grad(), guarded(head.hidden.device, "triton"):
         got = implementation("triton").logprob(head, scratch_bytes)[0][rows]
         want = implementation("torch").logprob(head.rows(rows), scratch_bytes)[0]
         agrees = torch.allclose(got, want, rtol=TOLERANCE, atol=TOLERANCE, equal_nan=True)

@@ -24,9 +24,11 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import _resolve_process_group  # type: ignore[attr-defined]
 
 from rlplus.loss.backends.backend_interface import PolicyCall, PolicyResult, Slopes
+from rlplus.loss.backends.sampled import Drawn
+from rlplus.loss.backends.torch_draws import draw
 from rlplus.loss.head.gradient_sum import Gradients, GradientSum, Index, Want
-from rlplus.loss.head.head import Head, RunningStatistics, Statistics
-from rlplus.loss.objective.tokens import TokenConstants, stat_names, token_loss
+from rlplus.loss.head.head import Head, RunningStatistics, Statistics, cap_slope, capped, scaled
+from rlplus.loss.objective.tokens import FLOOR, TokenConstants, stat_names, token_loss
 
 FIRST = ("failed", "rows", "chunk", "tokens", "call")  # the first numbers that ranks exchange; then, of each input
 PER_TOKEN = 5 + len(TokenConstants._fields)  # per token, its checksum and the norm by which differences are judged
@@ -34,6 +36,8 @@ SAME_BITS = ("targets", "tokens that count")
 # Shares of the norm by which checksums may differ; unrelated ones are as near as ROUNDED once in 180.
 EXACT = 1e-12
 ROUNDED = 0.01
+GOLDEN = 0.6180339887  # multiples of it, without their whole part, are far apart
+LESS = 6  # a chunk of draws has so many times fewer rows: p, shares, running sums and what compares them
 
 
 class Blocks(Protocol):
@@ -261,3 +265,33 @@ class ShardedGradients(GradientSum):
     def set_hidden(self, rows: Index, gradient: Tensor) -> None:
         dist.all_reduce(gradient, group=self.group)
         super().set_hidden(rows, gradient)
+
+
+class ShardedDrawer:
+    """`sampled.Drawer` of the head of this rank's rows: each rank draws from these, for a sampled backward pass.
+
+    A rank has random numbers of its own, so that errors of different ranks are not alike.
+    """
+
+    def __init__(self, blocks: Blocks, shards: Shards, whole: Head) -> None:
+        self.blocks = blocks
+        self.whole = whole
+        self.shards = shards._replace(chunk=max(1, shards.chunk // LESS))
+
+    def draws(self, head: Head, on: Tensor, scratch_bytes: float) -> Iterator[tuple[slice, Drawn]]:
+        """head: of this rank's rows. Collective."""
+        for rows, part, z, known in chunks(self.blocks, self.shards, self.whole):
+            yield rows, self._drawn(part, on[rows], z, known)
+
+    def _drawn(self, part: Head, on: Tensor, z: Tensor, known: Statistics) -> Drawn:
+        if not z.shape[1]:
+            none = known.entropy[:0]
+            number = part.target[:0]
+            zeros = torch.zeros_like(known.entropy)
+            return Drawn(known.logprob, known.entropy, number, number, none, none, None, None, zeros, zeros, zeros != 0)
+        assert part.uniform is not None
+        part = part._replace(uniform=(part.uniform + GOLDEN * self.shards.group.rank()) % 1)
+        x = scaled(z, part)
+        slope = cap_slope(x, part)
+        logp = capped(x, part).sub_(known.reference[:, None]).sub_(known.logsum[:, None]).clamp_(min=FLOOR)
+        return draw(part, on, logp, torch.empty_like(logp), known.logprob, known.entropy, slope)

@@ -6,8 +6,7 @@ import torch
 from torch import Tensor
 
 from rlplus.loss.backends.chunked import scratch_per_logit, slices, statistics
-from rlplus.loss.backends.sampled import Drawn
-from rlplus.loss.backends.threshold_sampling import choose
+from rlplus.loss.backends.sampled import Drawn, choose
 from rlplus.loss.head.head import Head
 
 

@@ -30,13 +30,13 @@ from rlplus.kernels import exponentials as row_kernels
 from rlplus.kernels import linear_logprob as linear_kernels
 from rlplus.kernels import policy_loss as token_kernels
 from rlplus.kernels import row_values as names
-from rlplus.loss.backends import token_arguments
 from rlplus.loss.backends.backend_interface import PolicyCall, PolicyResult, Slopes, Stored
 from rlplus.loss.backends.triton_chunks import Work, arguments
 from rlplus.loss.backends.ways import Way, way_of, width
 from rlplus.loss.head.gradient_sum import Gradients, GradientSum, Index, Want, gradient_dtype
 from rlplus.loss.head.head import Head, Statistics, dhidden, dweight, raw_logits
-from rlplus.loss.objective.tokens import STATS, may_have_gradient, stat_names
+from rlplus.loss.objective.objective import Objective
+from rlplus.loss.objective.tokens import STATS, TokenConstants, may_have_gradient, stat_names
 
 LOGPROB = names.LOGPROB.value
 ENTROPY = names.ENTROPY.value
@@ -52,8 +52,8 @@ LOWEST = elementwise.LOWEST.value
 
 def policy_loss(call: PolicyCall) -> PolicyResult:
     head, constants, objective, want = call
-    columns, given = token_arguments.columns(constants)
-    surrogates = (token_arguments.coefficients(objective), given, token_arguments.choices(objective))
+    columns, given = token_columns(constants)
+    surrogates = (coefficients(objective), given, choices(objective))
     logprob = head.new_column()
     entropy = head.new_column()
     sums = [logprob.new_zeros(1, token_kernels.SUMS.value)]
@@ -170,6 +170,37 @@ def block_gradient(head: Head, z: Tensor, values: Tensor) -> Tensor:
     with on_device(z.device):
         row_kernels.row_gradient(dz, values, z, z.shape[1], *arguments(head), block=tiling.GRADIENT)
     return dz
+
+
+# ---- the arguments of the kernel of the objective
+
+
+def token_columns(c: TokenConstants) -> tuple[Tensor, token_kernels.Given]:
+    """The per-token constants as one (N, 8) tensor, and which of the optional ones are given."""
+    given = token_kernels.Given(c.old_logprob is not None, c.behavior_logprob is not None, c.engine_logprob is not None)
+    filled = c._replace(
+        external=c.external.to(c.advantage.dtype),
+        entropy_weight=c.token_weight if c.entropy_weight is None else c.entropy_weight,
+    )
+    absent = torch.zeros_like(c.advantage)
+    return torch.stack([absent if x is None else x for x in filled], 1), given
+
+
+def choices(objective: Objective) -> token_kernels.Choices:
+    if objective.internal not in token_kernels.INTERNAL:
+        raise ValueError(
+            "backend 'triton' has built-in token losses only: want backend reference, torch or cpp for the registered "
+            f"one; got internal {objective.internal!r}"
+        )
+    return token_kernels.Choices(*(getattr(objective, name) for name in token_kernels.Choices._fields))
+
+
+def coefficients(objective: Objective) -> token_kernels.Coefficients:
+    values = (getattr(objective, name) for name in token_kernels.Coefficients._fields)
+    return token_kernels.Coefficients(*(float("inf") if v is None else float(v) for v in values))
+
+
+# ---- gradients
 
 
 class ChunkGradients(GradientSum):

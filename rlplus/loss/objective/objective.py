@@ -16,8 +16,7 @@ from math import isfinite
 from typing import Any, Literal, TypeGuard
 
 from rlplus.common.errors import check_name
-from rlplus.loss.objective.registered import find_token_loss
-from rlplus.loss.objective.surrogates import EXTERNAL, INTERNAL
+from rlplus.loss.objective.surrogates import EXTERNAL, INTERNAL, find_token_loss
 
 KL_ESTIMATORS = ("k2", "k3", "k3-unbiased")
 MISMATCH_MODES = ("truncate", "mask")

@@ -15,8 +15,7 @@ from torch import Tensor
 
 from rlplus.loss.backends import chunked, divergence, drawer, implementation, kept_tokens, sampled
 from rlplus.loss.backends.backend_interface import PolicyCall, PolicyResult
-from rlplus.loss.guard.faults import advising
-from rlplus.loss.guard.precision import full_precision
+from rlplus.loss.guard.scope import guarded
 from rlplus.loss.head.gradient_sum import Gradients, Needs, Want
 from rlplus.loss.head.head import Head
 from rlplus.loss.objective.divergence import check_topk
@@ -100,8 +99,7 @@ def drawer_of(backend: str, shards: Any, head: Head) -> tuple[sampled.Drawer, He
     """The part of a backend that draws for a sampled backward pass, and the head of this rank's rows."""
     if shards is None:
         return drawer(backend), head
-    draws = import_module("rlplus.loss.backends.sharded_draws")
-    return draws.ShardedDrawer(implementation(backend), shards, head), shards.part(head)
+    return sharded().ShardedDrawer(implementation(backend), shards, head), shards.part(head)
 
 
 def stats_of(head: Head, constants: TokenConstants) -> tuple[str, ...]:
@@ -124,7 +122,7 @@ def _policy_loss(weight_grad: Tensor | None, needs: Sequence[bool], *arguments: 
     check_targets(head, len(head.weight) if shards is None else sum(shards.lengths), weighted)
     del weighted, on
     want = Want(options.scratch_bytes, Needs(*needs), weight_grad)
-    with full_precision(head.hidden.device), advising(options.backend):
+    with guarded(head.hidden.device, options.backend):
         rounded, inner = in_one_dtype(head, want)
         call = PolicyCall(rounded, constants, objective, inner)
         compute: Callable[[PolicyCall], PolicyResult]
@@ -202,7 +200,7 @@ def linear_divergence(needs: Sequence[bool], *arguments: Any) -> tuple[Tensor, .
     head, teacher, weights, beta, scratch_bytes, backend = unpack(arguments, Head, Head)
     check_weighted_rows(weights, head, teacher)
     want = Want(scratch_bytes, Needs(*needs))
-    with full_precision(head.hidden.device), advising(backend):
+    with guarded(head.hidden.device, backend):
         rounded, inner = in_one_dtype(head, want)
         values, gradients = divergence(backend)(rounded, teacher.rounded(), weights, beta, inner)
         return weighted_sum(weights, values), values, *in_own_dtypes(gradients, head, want, inner)
@@ -220,7 +218,7 @@ def linear_topk_divergence(needs: Sequence[bool], *arguments: Any) -> tuple[Tens
     check_weighted_rows(weights, head)
     check_topk(tokens, logprobs, len(head.weight), weights != 0)
     want = Want(scratch_bytes, Needs(*needs))
-    with full_precision(head.hidden.device), advising("torch"):
+    with guarded(head.hidden.device, "torch"):
         rounded, inner = in_one_dtype(head, want)
         values, gradients = chunked.topk_divergence(rounded, tokens, logprobs, weights, beta, inner)
         return weighted_sum(weights, values), values, *in_own_dtypes(gradients, head, want, inner)

@@ -17,7 +17,7 @@ from rlplus.loss.head.head_arguments import make_head
 from rlplus.loss.objective.inputs import check_constants, check_tensor, objective_of
 from rlplus.loss.objective.objective import Objective
 from rlplus.loss.objective.tokens import TokenConstants
-from rlplus.loss.operations import library, logprob_library, sampled_library
+from rlplus.loss.operations import library, logprob_library
 from rlplus.loss.operations.backward_pass import THRESHOLD, Backward, BackwardPass
 from rlplus.loss.operations.op_arguments import Options, pack
 
@@ -215,7 +215,7 @@ def linear_logprob(
         library.check_targets(head, len(head.weight), library.check_logprob_rows(head))
         logprob, entropy = reference.logprob_and_entropy(head)
     elif head.uniform is not None:
-        logprob, entropy, *_ = sampled_library.sampled_logprob(*head, scratch, backend)
+        logprob, entropy, *_ = logprob_library.sampled_logprob(*head, scratch, backend)
     else:
         logprob, entropy, *_ = logprob_library.linear_logprob(*head, scratch, backend, differentiated)
     return logprob.masked_fill(head.target == library.IGNORED, 0.0).view(target.shape), entropy.view(target.shape)

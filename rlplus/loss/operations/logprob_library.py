@@ -1,7 +1,8 @@
-"""`linear_logprob` with its exact backward pass as torch sees it; in the way of `library.py`.
+"""`linear_logprob` as torch sees it; in the way of `library.py`.
 
-The logits do not depend on the loss: the last rows' logits stay between the passes, as many as fit, and only the
-others are computed again. So the backward pass has two GEMMs, or one if the head is frozen.
+The logits do not depend on the loss. So for an exact backward pass the last rows' logits stay between the passes, as
+many as fit, and only the others are computed again: it has two GEMMs, or one if the head is frozen. For a sampled one
+the forward pass returns the elements to add up, whose number is known when it has run.
 """
 
 from functools import partial
@@ -10,15 +11,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlplus.loss.backends import implementation, kept_tokens
+from rlplus.loss.backends import implementation, kept_tokens, sampled
 from rlplus.loss.backends.backend_interface import Slopes, Stored
-from rlplus.loss.guard.faults import advising
-from rlplus.loss.guard.precision import full_precision
+from rlplus.loss.guard.scope import guarded
 from rlplus.loss.head.gradient_sum import Gradients, Needs, Want
 from rlplus.loss.head.head import Head
 from rlplus.loss.operations.library import (
     checked_shards,
     differentiate,
+    drawer_of,
     empty_gradients,
     in_one_dtype,
     in_own_dtypes,
@@ -45,7 +46,7 @@ def linear_logprob(*arguments: Any) -> tuple[Tensor, ...]:
     blocks = implementation(backend)
     stored = _new_stored(head, scratch_bytes, backend, stores)
     split = len(head.target) - len(stored[0])
-    with full_precision(head.hidden.device), advising(backend):
+    with guarded(head.hidden.device, backend):
         if shards is not None:
             found = [sharded().logprob(blocks, shards, head)]
         elif head.kept_offsets is not None:
@@ -90,7 +91,7 @@ def linear_logprob_backward(dlogprob: Tensor, dentropy: Tensor, *arguments: Any)
     per_token = {"dlogprob": dlogprob, "dentropy": dentropy}
     shards = shards_of(head, backend, scratch_bytes, everywhere, ("logprob, backward", needs[0]), per_token)
     want = Want(scratch_bytes, Needs(*needs))
-    with full_precision(head.hidden.device), advising(backend):
+    with guarded(head.hidden.device, backend):
         rounded, inner = in_one_dtype(head, want)
         compute = partial(_whole_vocabulary, backend, shards, stored)
         if head.kept_offsets is None:
@@ -133,3 +134,56 @@ def _backward(*given: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 
 linear_logprob.register_autograd(partial(differentiate, _backward), setup_context=keep_for_backward)
+
+
+# ---- with a sampled backward pass
+
+
+@torch.library.custom_op(
+    "rlplus::sampled_logprob",
+    mutates_args=(),
+    schema=f"({schema(Head)}, float scratch_bytes, str backend) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+)
+def sampled_logprob(*arguments: Any) -> tuple[Tensor, ...]:
+    """-> as `linear_logprob`, and the elements of the backward pass, see `sampled.Elements`."""
+    head, scratch_bytes, backend = unpack(arguments, Head)
+    shards = checked_shards(head, backend, scratch_bytes, "sampled logprob", head.threshold)
+    with guarded(head.hidden.device, backend):
+        everywhere = torch.ones_like(head.target, dtype=torch.bool)  # where no logprob has a gradient, an entropy may
+        known = sampled.forward(*drawer_of(backend, shards, head.rounded()), everywhere, scratch_bytes)
+    return known.logprob, known.entropy, *known.elements
+
+
+@sampled_logprob.register_fake
+def _(*arguments):  # type: ignore[no-untyped-def]
+    head, *_ = unpack(arguments, Head)
+    size = torch.library.get_ctx().new_dynamic_size()
+    rows = [head.hidden.new_empty(len(head.target), dtype=head.dtype) for _ in range(2)]
+    numbers = [head.target.new_empty(size) for _ in range(2)]
+    return *rows, *numbers, *(head.hidden.new_empty(size, dtype=head.dtype) for _ in range(2))
+
+
+@torch.library.custom_op(
+    "rlplus::sampled_logprob_backward",
+    mutates_args=(),
+    schema="(Tensor dlogprob, Tensor dentropy, Tensor row, Tensor token, Tensor of_logprob, Tensor of_entropy, "
+    f"{schema(Head)}, float scratch_bytes, str backend, bool[] needs) -> (Tensor, Tensor, Tensor)",
+)
+def sampled_logprob_backward(dlogprob: Tensor, dentropy: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """-> dhidden, dweight, dbias, without elements where not needed."""
+    elements = sampled.Elements(*arguments[:4])
+    head, scratch_bytes, backend, needs = unpack(arguments[4:], Head)
+    want = Want(scratch_bytes, Needs(*needs))
+    with guarded(head.hidden.device, backend):
+        rounded, inner = in_one_dtype(head, want)
+        gradients = sampled.gradients(rounded, elements, Slopes(dlogprob, dentropy), inner)
+        return in_own_dtypes(gradients, head, want, inner)
+
+
+@sampled_logprob_backward.register_fake
+def _(dlogprob, dentropy, *arguments):  # type: ignore[no-untyped-def]
+    head, *_, needs = unpack(arguments[4:], Head)
+    return empty_gradients(head, needs)
+
+
+sampled_logprob.register_autograd(partial(differentiate, sampled_logprob_backward), setup_context=keep_for_backward)

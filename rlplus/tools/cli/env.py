@@ -15,6 +15,6 @@ def add(commands: Commands) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Print the environment."""
-    from rlplus.loss.environment import environment
+    from rlplus.tools.cli.bug_report import environment
 
     sys.stdout.write(json.dumps(environment(), indent=2) + "\n")

@@ -1,4 +1,4 @@
-"""Full precision for the matrix products of an operation, whatever the process-wide settings are."""
+"""The scope of an operation: full precision of its products, and advice with errors that leave a device unusable."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,6 +8,11 @@ import torch
 
 if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 10):  # which has no setting _split_k
     raise ImportError(f"want torch 2.10 or later for the operations of rlplus; got {torch.__version__}")
+STICKY = ("device-side assert", "illegal memory access", "illegal instruction", "misaligned address", "launch failure")
+ADVICE = (
+    "This came out of the head's Triton kernels, or of what ran on the device before them. Targets and weights are "
+    "asserted there: if they are valid, RLPLUS_BACKEND=torch (or backend='torch') does without the kernels."
+)
 _SETTINGS = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)  # type: ignore[attr-defined]
 FULL = ("none", "ieee")  # the default, and by choice
 _SUMS = "allow_bf16_reduced_precision_reduction"  # and with _split_k; fields of torch.backends.cuda.matmul
@@ -15,6 +20,18 @@ _lock = Lock()
 _before: list[str] = []  # the settings that the first operation under way found, to restore after the last one
 _sums = (True, True)
 _under_way = 0
+
+
+@contextmanager
+def guarded(device: torch.device, backend: str) -> Iterator[None]:
+    """`full_precision`, and a note on errors of the `triton` backend after which the process must end."""
+    with full_precision(device):
+        try:
+            yield
+        except RuntimeError as error:
+            if backend == "triton" and any(text in str(error) for text in STICKY):
+                error.add_note(ADVICE)
+            raise
 
 
 @contextmanager
