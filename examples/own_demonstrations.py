@@ -2,15 +2,17 @@
 
     rlplus eval run.yaml --model MODEL --data train.jsonl --output runs/own
         evaluation.samples=16 evaluation.temperature=1
-    python examples/own_demonstrations.py run.yaml --samples runs/own --output own.jsonl
-    rlplus train run.yaml data.path=own.jsonl
+    python examples/own_demonstrations.py run.yaml $OWN --samples runs/own --output own.jsonl
+    rlplus train run.yaml $OWN data.path=own.jsonl
 
-The first command samples responses to the training problems and grades them; it must ask as the run does
-(`evaluation.data.chat`, `rollout.max_response_length` and others). The second one puts the right and complete responses
-of each problem, each text once and in the order in which they were sampled, into the column `data.demonstration`; null
-where there is none, so that the run trains on rollouts alone there. Of several, `data.demonstration_choice` picks one.
-Other columns stay as they are: one with logprobs of the former demonstrations no longer fits. A pattern or a template
-of these would change the responses, and is refused.
+with OWN="data.demonstration=own_response data.demonstration_pattern=null data.demonstration_template=null". The first
+command samples responses to the training problems and grades them; it must ask as the run does, which it does unless
+the run has `evaluation.data` of its own. The second one puts the right and complete responses of each problem, each
+text once and in the order in which they were sampled, into the column `data.demonstration`; null where there is none,
+so that the run trains on rollouts alone there. Of several, `data.demonstration_choice` picks one. Other columns stay as
+they are: one with logprobs of the former demonstrations no longer fits. Refused are a pattern or a template of these,
+which would change the responses, and a column that has something else, as in data whose worked solutions have the
+answers in them.
 """
 
 import argparse
@@ -43,6 +45,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     column = config.data.demonstration
     if column is None or "." in column:
         raise ValueError(f"want data.demonstration with the name of a column, not within another; got {column!r}")
+    for name in ("prompt", "answer", "benchmark", "tools"):
+        if column == (getattr(config.data, name) or "").partition(".")[0]:
+            raise ValueError(
+                f"want data.demonstration another column, which this writes; got {column!r}, which data.{name} reads: "
+                "data.demonstration=own_response, here and in the run"
+            )
     for name in FOR_OTHERS:
         if getattr(config.data, name) is not None:
             raise ValueError(f"want data.{name}=null, here and in the run: it would change the responses")

@@ -97,4 +97,6 @@ def test_samples_of_other_data_are_refused(folder: Path, tmp_path: Path, script:
         call("data.demonstration=null", "algorithm.preset=grpo")
     with pytest.raises(ValueError, match=r"want data\.demonstration_template=null, here and in the run"):
         call("data.demonstration_template={demonstration}!")
+    with pytest.raises(ValueError, match=r"got 'answer', which data\.answer reads: data\.demonstration=own_response"):
+        call("data.demonstration=answer")
     assert not (tmp_path / "own.jsonl").exists()

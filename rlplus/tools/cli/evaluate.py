@@ -1,9 +1,10 @@
 """`rlplus eval`."""
 
 import argparse
+import json
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rlplus.common import rank_variables
 from rlplus.tools.cli.common import YAML, Commands, add_configuration, quiet_imports, terminal
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
 SHIPPED = Path(__file__).parents[2] / "configs"
 UNREAD = ("data", "algorithm", "checkpoint", "log", "validation")  # sections about a training
 READ = "data.response_prefix"  # the exception: it is part of the response that is graded
+ASKING = ("prompt", "answer", "answer_pattern", "system_prompt", "template", "columns", "tools", "chat")
 
 
 def add(commands: Commands) -> None:
@@ -22,7 +24,10 @@ def add(commands: Commands) -> None:
     evaluate = commands.add_parser("eval", help="pass@1 and pass@k of a model on benchmarks or a configuration's data")
     evaluate.add_argument("--model", help="Hugging Face folder; default: output_dir/model of the run or its last stage")
     evaluate.add_argument("--benchmarks", help="names with commas, such as aime24,gpqa_diamond: evaluation.benchmarks")
-    evaluate.add_argument("--data", help="file with the problems, in place of the hub: evaluation.data.path")
+    evaluate.add_argument(
+        "--data",
+        help="file with the problems, in place of the hub: evaluation.data.path; asked as the run's own if it has none",
+    )
     evaluate.add_argument("--template", help="own, qwen, simplerl, prime or none: evaluation.data.template")
     evaluate.add_argument(
         "--output", metavar="FOLDER", help="for evaluation-BENCHMARK.json and samples/; default: output_dir"
@@ -163,7 +168,7 @@ def evaluated(args: argparse.Namespace) -> tuple[Path, list[str]]:
         options["evaluation.benchmarks"] = f"[{args.benchmarks}]"
     overrides = [f"{key}={value}" for key, value in options.items() if value is not None]
     if (model := _model(args)) is None:
-        return Path(args.config), [*overrides, *args.overrides]
+        return Path(args.config), [*_asked_as_trained(args), *overrides, *args.overrides]
     _check_read(args.overrides)
     path = Path(model).resolve()
     name = f"{path.parent.name}-model" if path.name == "model" else path.name  # every run's is called model
@@ -172,6 +177,26 @@ def evaluated(args: argparse.Namespace) -> tuple[Path, list[str]]:
     if any(override.startswith("reward.function=") for override in args.overrides):
         own.append("reward.kind=null")  # the default, which the function replaces
     return SHIPPED / "eval.yaml", [*own, *overrides, *args.overrides]
+
+
+def _asked_as_trained(args: argparse.Namespace) -> list[str]:
+    """Overrides by which problems of --data are read and asked as the run's own; none if it has evaluation.data."""
+    from rlplus.train.config import load_config, read_yaml
+
+    path = Path(args.config)
+    if args.data is None or args.benchmarks is not None or _has_evaluation_data(read_yaml(path)):
+        return []
+    data = load_config(path, [f"evaluation.data.path={args.data}", *args.overrides]).data
+    whole = ("template", "chat", "system_prompt") if args.template else ()  # a template is the whole prompt
+    keys = [key for key in ASKING if key in data.model_fields_set and key not in whole]
+    return [f"evaluation.data.{key}={json.dumps(getattr(data, key), ensure_ascii=False)}" for key in keys]
+
+
+def _has_evaluation_data(sections: dict[str, Any]) -> bool:
+    stages = sections.get("stages")
+    parts = [sections, *(stages if isinstance(stages, list) else [])]
+    evaluations = [part.get("evaluation") for part in parts if isinstance(part, dict)]
+    return any(isinstance(each, dict) and (each.get("data") or each.get("benchmarks")) for each in evaluations)
 
 
 def _check_read(overrides: list[str]) -> None:
