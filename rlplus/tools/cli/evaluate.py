@@ -71,8 +71,8 @@ def _evaluate(config: "Config", model: str | None, output: Path, overwrite: bool
     from rlplus.train.evaluation.results import save_results
     from rlplus.train.evaluation.sample import evaluate_model
     from rlplus.train.evaluation.table import result_table
+    from rlplus.train.trainer.progress import ended_by_signals
     from rlplus.train.trainer.ranks import initialize_distributed
-    from rlplus.train.trainer.stop import ended_by_signals
 
     main = rank_variables.rank() == 0
     say = Terminal(stderr=True).print

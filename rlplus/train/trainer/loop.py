@@ -7,11 +7,10 @@ from pathlib import Path
 from rlplus.common.errors import RunFailed, SharedFailure
 from rlplus.train.config import Config
 from rlplus.train.learner import has_gradient
-from rlplus.train.trainer.out_of_memory import OutOfMemory
+from rlplus.train.trainer.progress import OutOfMemory, StepGivenUp
 from rlplus.train.trainer.run import Run
 from rlplus.train.trainer.run_parts import AlreadyFinished, open_run
 from rlplus.train.trainer.step import Step
-from rlplus.train.trainer.stop import StepGivenUp
 
 Evaluate = Callable[[Run], dict[str, float]]
 

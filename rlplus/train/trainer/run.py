@@ -19,11 +19,9 @@ from rlplus.train.rollout import Respond, RunFailed
 from rlplus.train.trainer.card import model_card
 from rlplus.train.trainer.engine import SyncedEngine
 from rlplus.train.trainer.metrics import RunLog
-from rlplus.train.trainer.out_of_memory import naming_phase
-from rlplus.train.trainer.progress import Progress
+from rlplus.train.trainer.progress import Interrupted, Progress, StopSignal, naming_phase
 from rlplus.train.trainer.rollouts import Rollouts
 from rlplus.train.trainer.run_folder import RunFolder
-from rlplus.train.trainer.stop import Interrupted, StopSignal
 
 # Parts whose `state()` checkpoints keep, in the order in which their `restore(state)` is called. Each rank has its own
 # state of OF_RANK, in rank-<rank>.pt. The others are equal on all ranks, and in state.json: the entries of "progress"

@@ -40,8 +40,7 @@ from rlplus.train.rollout import RolloutEngine, make_engine, make_respond
 from rlplus.train.rollout.shared_engine import SharedEngine
 from rlplus.train.trainer.engine import PROBES, NoEngine, SyncedEngine
 from rlplus.train.trainer.metrics import RunLog
-from rlplus.train.trainer.out_of_memory import naming_phase
-from rlplus.train.trainer.progress import Progress
+from rlplus.train.trainer.progress import Progress, StopSignal, naming_phase
 from rlplus.train.trainer.prompt_pool import Prompts, select_prompts
 from rlplus.train.trainer.provenance import device_name
 from rlplus.train.trainer.ranks import initialize_distributed
@@ -49,7 +48,6 @@ from rlplus.train.trainer.reporter import Reporter
 from rlplus.train.trainer.rollouts import Rollouts
 from rlplus.train.trainer.run import Run, StepStart, engines, restore, where_nonfinite
 from rlplus.train.trainer.run_folder import RunFolder
-from rlplus.train.trainer.stop import StopSignal
 from rlplus.train.trainer.trackers import open_trackers
 
 

@@ -17,8 +17,8 @@ from rlplus.train.data import Example, KeptSample, MicroBatch, Sample, per_token
 from rlplus.train.learner import by_sample, has_gradient, make_micro_batches
 from rlplus.train.learner.statistics import needs_statistics, set_statistics
 from rlplus.train.recipe import Batch, Update, refill_batch
+from rlplus.train.trainer.engine import Compared
 from rlplus.train.trainer.groups import score, shape
-from rlplus.train.trainer.logprob_gap import Compared
 from rlplus.train.trainer.metrics import (
     Tally,
     tally_demonstrated,
