@@ -21,6 +21,7 @@ from torch import nn
 from trainer_runs import run_config
 from transformers import AutoModelForCausalLM, Gemma2Config, MistralConfig, Qwen2Config, Qwen2ForCausalLM
 
+from rlplus.common.agree import initialize_distributed
 from rlplus.loss import Objective, PolicyLoss, linear_policy_loss
 from rlplus.loss.backends import native
 from rlplus.tools.plan import GIB, make_cluster
@@ -33,7 +34,6 @@ from rlplus.train.learner.packed_attention import LONG_ROW
 from rlplus.train.learner.packed_model import PackedModel
 from rlplus.train.learner.policy import Policy
 from rlplus.train.learner.quantized import quantize
-from rlplus.train.trainer.ranks import initialize_distributed
 
 
 def samples_of(n: int, length: int) -> list[Sample]:

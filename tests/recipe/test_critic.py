@@ -12,6 +12,7 @@ from trainer_runs import metrics, run_config
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 from update_cases import batch_of_samples, check_gradients
 
+from rlplus.common.agree import initialize_distributed
 from rlplus.train.algorithm import generalized_advantages, value_loss
 from rlplus.train.config import Config
 from rlplus.train.data import Sample
@@ -23,7 +24,6 @@ from rlplus.train.recipe.critic import CriticRecipe
 from rlplus.train.recipe.fit import whitened
 from rlplus.train.rollout import RunFailed
 from rlplus.train.trainer import Run, open_run, train
-from rlplus.train.trainer.ranks import initialize_distributed
 
 # ---- formulas
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from rlplus.common import agree
+from rlplus.common.agree import set_timeouts
 from rlplus.common.errors import SharedFailure
 from rlplus.train.config import MAX_LOGPROB_GAPS, Config
 from rlplus.train.data import MicroBatch, Sample
@@ -18,7 +19,6 @@ from rlplus.train.learner.widened import wider
 from rlplus.train.reward import GraderFailed
 from rlplus.train.rollout import Completion, Request, RolloutEngine, RunFailed, Sampling, check_experts, check_kept
 from rlplus.train.trainer.progress import Answer, StepGivenUp, StopSignal
-from rlplus.train.trainer.ranks import set_timeouts
 
 PROBES = 8  # prompts
 PROBE_TOKENS = 7  # behind each prompt

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from rlplus.common import agree
+from rlplus.common.agree import initialize_distributed
 from rlplus.common.terminal import Terminal
 from rlplus.train import checkpoint
 from rlplus.train.config import Config, check_trackers
@@ -43,7 +44,6 @@ from rlplus.train.trainer.metrics import RunLog
 from rlplus.train.trainer.progress import Progress, StopSignal, naming_phase
 from rlplus.train.trainer.prompt_pool import Prompts, select_prompts
 from rlplus.train.trainer.provenance import device_name
-from rlplus.train.trainer.ranks import initialize_distributed
 from rlplus.train.trainer.reporter import Reporter
 from rlplus.train.trainer.rollouts import Rollouts
 from rlplus.train.trainer.run import Run, StepStart, engines, restore, where_nonfinite
