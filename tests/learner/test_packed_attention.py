@@ -14,8 +14,7 @@ from transformers import AttentionInterface, PreTrainedModel
 
 from rlplus.train.data import MicroBatch, Sample, pack
 from rlplus.train.learner import packed_attention
-from rlplus.train.learner.packed_attention import LONG_ROW, takes_spans
-from rlplus.train.learner.packed_model import PackedModel
+from rlplus.train.learner.packed_model import LONG_ROW, PackedModel, takes_spans
 from rlplus.train.trainer import train
 
 LENGTHS = (9, 4, 13, 6, 3)

@@ -15,7 +15,7 @@ from rlplus.common import agree
 from rlplus.train.algorithm import Algorithm, algorithm
 from rlplus.train.algorithm.options import Prefix
 from rlplus.train.data import MicroBatch, Sample, pack
-from rlplus.train.learner.statistics import needs_statistics, set_statistics
+from rlplus.train.learner.batch import needs_statistics, set_statistics
 from rlplus.train.trainer import train
 
 LENGTHS = (5, 3, 4, 6)  # the responses'; the last one is a demonstration

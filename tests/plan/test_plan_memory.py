@@ -30,10 +30,9 @@ from rlplus.tools.plan.memory import head_memory, model_states
 from rlplus.tools.plan.planned_model import Model
 from rlplus.train.data import Sample, byte_tokenizer, pack
 from rlplus.train.learner import make_micro_batches
-from rlplus.train.learner.packed_attention import LONG_ROW
-from rlplus.train.learner.packed_model import PackedModel
+from rlplus.train.learner.adapters import quantize
+from rlplus.train.learner.packed_model import LONG_ROW, PackedModel
 from rlplus.train.learner.policy import Policy
-from rlplus.train.learner.quantized import quantize
 
 
 def samples_of(n: int, length: int) -> list[Sample]:

@@ -14,7 +14,7 @@ from rlplus.common.errors import SharedFailure
 from rlplus.train.config import MAX_LOGPROB_GAPS, Config
 from rlplus.train.data import MicroBatch, Sample
 from rlplus.train.learner import Policy
-from rlplus.train.learner.batch import even_batches
+from rlplus.train.learner.batch import even_batches, ones
 from rlplus.train.learner.widened import wider
 from rlplus.train.reward import GraderFailed
 from rlplus.train.rollout import Completion, Request, RolloutEngine, RunFailed, Sampling, check_experts, check_kept
@@ -119,8 +119,7 @@ class SyncedEngine:
         parallel = self.config.train.sequence_parallel
         if parallel > 1:  # ranks of a group need the same samples: all of the group's
             samples = [sample for part in agree.gathered(samples, parallel) for sample in part]
-        weights = [torch.ones(len(sample.response)) for sample in samples]
-        batches = even_batches(samples, weights, self.config, self.pad_id, self.policy.device)
+        batches = even_batches(samples, ones(samples), self.config, self.pad_id, self.policy.device)
         gaps = torch.cat([self._gaps_of(batch) for batch in batches])
         return gaps, [(batch, batch.engine_logprob) for batch in batches]
 

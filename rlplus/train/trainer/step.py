@@ -15,7 +15,7 @@ from rlplus.train.algorithm import Refill
 from rlplus.train.algorithm.external_schedule import external_share
 from rlplus.train.data import Example, KeptSample, MicroBatch, Sample, per_token
 from rlplus.train.learner import by_sample, has_gradient, make_micro_batches
-from rlplus.train.learner.statistics import needs_statistics, set_statistics
+from rlplus.train.learner.batch import needs_statistics, set_statistics
 from rlplus.train.recipe import Batch, Update, refill_batch
 from rlplus.train.trainer.engine import Compared
 from rlplus.train.trainer.groups import score, shape
