@@ -185,7 +185,7 @@ def test_a_kill_in_the_second_stage_resumes_there(
         score(samples, *rest)
 
     with monkeypatch.context() as patch:
-        patch.setattr("rlplus.train.trainer.step.score", kill_in_the_second)
+        patch.setattr("rlplus.train.trainer.loop.score", kill_in_the_second)
         assert main(["train", str(two_stages), f"output_dir={tmp_path / 'parts'}"]) == 143
     parts = tmp_path / "parts"
     assert (parts / "stage-2/checkpoints/latest").read_text() == "step-000001"
@@ -229,7 +229,7 @@ def test_a_kill_in_the_first_stage_resumes_there_and_goes_on(
         score(samples, *rest)
 
     with monkeypatch.context() as patch:
-        patch.setattr("rlplus.train.trainer.step.score", kill)
+        patch.setattr("rlplus.train.trainer.loop.score", kill)
         assert main(["train", str(two_stages)]) == 143
     assert not (tmp_path / "run/stage-2").exists()
     assert main(["train", str(two_stages), "--resume"]) == 0

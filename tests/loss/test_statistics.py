@@ -218,7 +218,7 @@ def some_right(monkeypatch: pytest.MonkeyPatch) -> None:
         for i, sample in enumerate(samples):
             sample.reward = float(i % 2)
 
-    monkeypatch.setattr("rlplus.train.trainer.step.score", draw_rewards)
+    monkeypatch.setattr("rlplus.train.trainer.loop.score", draw_rewards)
 
 
 @pytest.mark.usefixtures("some_right")
@@ -254,7 +254,7 @@ def some_equal(monkeypatch: pytest.MonkeyPatch) -> None:
         for i, sample in enumerate(samples):
             sample.reward = float(i % 2 and sample.group % 2)
 
-    monkeypatch.setattr("rlplus.train.trainer.step.score", draw_rewards)
+    monkeypatch.setattr("rlplus.train.trainer.loop.score", draw_rewards)
 
 
 @pytest.mark.usefixtures("some_equal")

@@ -91,7 +91,7 @@ def fixed_rollouts() -> Iterator[None]:
 
     with (
         mock.patch("rlplus.train.trainer.run_parts.make_engine", make),
-        mock.patch("rlplus.train.trainer.step.score", score),
+        mock.patch("rlplus.train.trainer.loop.score", score),
     ):
         yield
 

@@ -343,7 +343,7 @@ def refilled_run(folder: Path, name: str) -> list[dict[str, float]]:
         for sample in samples:
             sample.reward = float(sum(sample.response) % 7 == 0)
 
-    with mock.patch("rlplus.train.trainer.step.score", draw_rewards):
+    with mock.patch("rlplus.train.trainer.loop.score", draw_rewards):
         return metrics(train(config))
 
 

@@ -53,7 +53,7 @@ def overlapping(folder: Path, output: str, steps: int, **sections: Any) -> Confi
 
 @pytest.fixture
 def lottery(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rlplus.train.trainer.step.score", draw_rewards)
+    monkeypatch.setattr("rlplus.train.trainer.loop.score", draw_rewards)
 
 
 def draw_rewards(samples: Any, examples: Any, scorer: Any, decode: Any) -> None:

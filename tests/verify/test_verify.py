@@ -276,7 +276,7 @@ GIVEN: dict[str, tuple[dict[str, Any], str]] = {
 
 
 def verified(folder: Path, monkeypatch: pytest.MonkeyPatch, **sections: Any) -> verify.Verification:
-    monkeypatch.setattr("rlplus.train.trainer.step.score", draw_rewards)
+    monkeypatch.setattr("rlplus.train.trainer.loop.score", draw_rewards)
     verification = verify_run(train(run_config(folder, **sections)), sequences=ALL)
     assert not verification.wrong
     return verification
