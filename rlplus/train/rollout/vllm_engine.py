@@ -20,7 +20,6 @@ from rlplus.common import activity, agree
 from rlplus.common.errors import hint
 from rlplus.common.kept_sets import KeptSets
 from rlplus.train.config import RolloutConfig
-from rlplus.train.rollout.clock import Clock
 from rlplus.train.rollout.engine_adapters import Adapters, lora_request, refusal
 from rlplus.train.rollout.parcels import Parcel
 from rlplus.train.rollout.protocol import (
@@ -32,7 +31,7 @@ from rlplus.train.rollout.protocol import (
     check_responses,
     whole_model,
 )
-from rlplus.train.rollout.push import RECEIVER, parameter_shapes, watched
+from rlplus.train.rollout.push import RECEIVER, Clock, parameter_shapes, watched
 from rlplus.train.rollout.vllm_returns import EXPERTS, MASKS, check_arguments, check_sampling, no_experts, no_masks
 
 REPLAY = "sampling distribution replay"  # the words of vLLM's messages about the tokens it kept
