@@ -19,7 +19,7 @@ from rlplus.train.config import Config
 from rlplus.train.data import Sample
 from rlplus.train.learner import make_micro_batches
 from rlplus.train.recipe import set_advantages
-from rlplus.train.trainer.groups import shape
+from rlplus.train.reward.scorer import shape
 
 LIMIT, VOCABULARY = 10, 7
 TokenLoss = Callable[[SimpleNamespace], Tensor]

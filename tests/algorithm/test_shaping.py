@@ -10,8 +10,8 @@ from trainer_runs import metrics, run_config
 from rlplus.train.algorithm import Shaping
 from rlplus.train.data import Sample
 from rlplus.train.recipe import Batch, Recipe
+from rlplus.train.reward.scorer import shape
 from rlplus.train.trainer import train
-from rlplus.train.trainer.groups import shape
 
 
 @pytest.mark.parametrize(

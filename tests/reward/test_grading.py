@@ -60,7 +60,7 @@ from reward_graders import decode, example
 from rlplus.train.data import Sample
 from rlplus.train.reward import Score, grade_demonstrations
 from rlplus.train.rollout import RunFailed
-from rlplus.train.trainer.groups import score
+from rlplus.train.reward.scorer import score
 
 dist.init_process_group("gloo")
 rank = dist.get_rank()

@@ -22,8 +22,8 @@ from rlplus.train.reward import Score, Scorer, grade_demonstrations, rules_of
 from rlplus.train.reward.graders import make_grader
 from rlplus.train.reward.graders.base import boxes
 from rlplus.train.reward.graders.rules import Judge
+from rlplus.train.reward.scorer import score
 from rlplus.train.trainer import train
-from rlplus.train.trainer.groups import score
 
 CUT = "4. Calculate the amount.\n\n5. Finalize the result.\n\nThe initial amount of money Betty"
 PROGRAM = "```python\nprint(2 * int(input()))\n```"

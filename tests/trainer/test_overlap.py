@@ -25,7 +25,7 @@ from rlplus.train.learner import forward_batches
 from rlplus.train.recipe import Batch, set_advantages
 from rlplus.train.rollout.transformers_engine import TransformersEngine
 from rlplus.train.trainer import Run, open_run, train
-from rlplus.train.trainer.rollouts import use_engine_logprob
+from rlplus.train.trainer.loop import use_engine_logprob
 from rlplus.train.trainer.run import OF_RANK, STATE
 
 

@@ -8,6 +8,7 @@ from math import isfinite
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from rlplus.common import activity, agree
 from rlplus.common.errors import RunFailed, SharedFailure
@@ -19,8 +20,8 @@ from rlplus.train.data import Example, KeptSample, MicroBatch, Sample, per_token
 from rlplus.train.learner import by_sample, has_gradient, make_micro_batches
 from rlplus.train.learner.batch import needs_statistics, set_statistics
 from rlplus.train.recipe import Batch, Update, refill_batch
+from rlplus.train.reward import score, shape
 from rlplus.train.trainer.engine import Compared
-from rlplus.train.trainer.groups import score, shape
 from rlplus.train.trainer.metrics import (
     Tally,
     tally_demonstrated,
@@ -30,7 +31,6 @@ from rlplus.train.trainer.metrics import (
     tally_update,
 )
 from rlplus.train.trainer.progress import OutOfMemory, StepGivenUp
-from rlplus.train.trainer.rollouts import use_engine_logprob
 from rlplus.train.trainer.run import Run
 from rlplus.train.trainer.run_parts import AlreadyFinished, open_run
 from rlplus.train.trainer.sample_records import kept_samples
@@ -371,3 +371,14 @@ class Step:
 def _shows_any(work: Sequence[Work]) -> bool:
     """Whether any rank's micro-batches have demonstrated tokens. Collective."""
     return agree.largest(any(bool(micro.external.any()) for _, batches in work for micro in batches)) > 0
+
+
+def use_engine_logprob(batch: MicroBatch, demonstrated: Tensor | None = None) -> None:
+    """Set old_logprob of a batch to engine_logprob: the trainer has not the policies that sampled (`Config.stale`).
+
+    demonstrated (N,): for demonstrated tokens in place of these.
+    """
+    batch.old_logprob = batch.engine_logprob
+    if demonstrated is not None:
+        batch.old_logprob = demonstrated.where(batch.external, batch.engine_logprob)
+    batch.engine_logprob = batch.engine_logprob.where(~batch.external, torch.nan)
