@@ -11,7 +11,7 @@ from rlplus.tools.plan.activations import Activations, count_activations, count_
 from rlplus.train.algorithm import HeadKind
 from rlplus.train.config import Config
 from rlplus.train.learner.adapters import BITS, add_adapters
-from rlplus.train.learner.value_head import add_value_head
+from rlplus.train.learner.pretrained import add_value_head
 
 
 class Model:
