@@ -24,7 +24,7 @@ from rlplus.train.learner.learner import Learner, Optimization, this_device
 from rlplus.train.learner.packed_model import PackedModel, probe_batch
 from rlplus.train.learner.pretrained import load_model, write_model
 from rlplus.train.learner.widened import widened
-from rlplus.train.rollout.engine_adapters import Adapters
+from rlplus.train.rollout.vllm_options import Adapters
 
 
 class Policy(Learner):

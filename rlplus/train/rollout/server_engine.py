@@ -23,7 +23,7 @@ from rlplus.train.rollout.push import BACKEND, EXTENSION, rank
 from rlplus.train.rollout.server_http import PATIENCE_S, RESTART, VLLM, Requests
 from rlplus.train.rollout.server_push import Control, MemoryPush
 from rlplus.train.rollout.vllm_engine import prompt_seeds
-from rlplus.train.rollout.vllm_returns import check_sampling, no_masks
+from rlplus.train.rollout.vllm_options import check_sampling, no_masks
 
 SERVE = (
     "VLLM_SERVER_DEV_MODE=1 vllm serve {model} --host 127.0.0.1 --tokens-only --skip-tokenizer-init "
