@@ -24,8 +24,8 @@ if TYPE_CHECKING:
         read_kept,
         write_kept,
     )
+    from rlplus.train.data.sample_types import MicroBatch, Sample, per_token
     from rlplus.train.data.sampler import PromptSampler, variants
-    from rlplus.train.data.samples import MicroBatch, Sample, per_token
     from rlplus.train.data.tokenizer import byte_tokenizer, load_tokenizer, response_text, token_texts
 
 __all__ = [
@@ -82,7 +82,7 @@ __getattr__, __dir__ = lazy_names(
         "packing": ("balance", "pack"),
         "problems": ("distinct", "found_columns", "load_problems", "read_problems"),
         "prompts": ("with_response",),
-        "samples": ("MicroBatch", "Sample", "per_token"),
+        "sample_types": ("MicroBatch", "Sample", "per_token"),
         "sampler": ("PromptSampler", "variants"),
         "tokenizer": ("byte_tokenizer", "load_tokenizer", "response_text", "token_texts"),
     },

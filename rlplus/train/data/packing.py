@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from rlplus.common.chosen_experts import placed
-from rlplus.train.data.samples import MicroBatch, Sample, check_columns, joined_columns
+from rlplus.train.data.sample_types import MicroBatch, Sample, check_columns, joined_columns
 
 
 def pack(

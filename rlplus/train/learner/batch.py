@@ -21,7 +21,7 @@ from rlplus.loss.objective.objective import Reduction
 from rlplus.train.algorithm import Algorithm
 from rlplus.train.config import Config
 from rlplus.train.data import MicroBatch, Sample, balance, pack, per_token
-from rlplus.train.data.samples import compact
+from rlplus.train.data.sample_types import compact
 
 
 def make_micro_batches(
