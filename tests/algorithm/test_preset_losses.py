@@ -13,13 +13,13 @@ from torch import Tensor
 from trainer_runs import run_config
 
 from rlplus import policy_loss
+from rlplus.common.agree import initialize_distributed
 from rlplus.train.algorithm import ALGORITHMS
 from rlplus.train.config import Config
 from rlplus.train.data import Sample
 from rlplus.train.learner import make_micro_batches
 from rlplus.train.recipe import set_advantages
-from rlplus.train.trainer.groups import shape
-from rlplus.train.trainer.ranks import initialize_distributed
+from rlplus.train.reward.scorer import shape
 
 LIMIT, VOCABULARY = 10, 7
 TokenLoss = Callable[[SimpleNamespace], Tensor]

@@ -10,8 +10,8 @@ from trainer_runs import metrics, run_config
 from rlplus.train.algorithm import Shaping
 from rlplus.train.data import Sample
 from rlplus.train.recipe import Batch, Recipe
+from rlplus.train.reward.scorer import shape
 from rlplus.train.trainer import train
-from rlplus.train.trainer.groups import shape
 
 
 @pytest.mark.parametrize(
@@ -73,7 +73,7 @@ def test_a_run_learns_from_shaped_rewards_and_logs_the_graders(tmp_path: Path, m
         learnt.extend(sample.reward for sample in batch.samples)
         credit(recipe, batch)
 
-    monkeypatch.setattr("rlplus.train.trainer.step.score", every_other)
+    monkeypatch.setattr("rlplus.train.trainer.loop.score", every_other)
     monkeypatch.setattr(Recipe, "credit", note_and_credit)
     algorithm = {"preset": "grpo", "shaping": {"wrong": -1.0, "overlong": 0.5}}
     (row,) = metrics(train(run_config(tmp_path, algorithm=algorithm, train={"steps": 1})))

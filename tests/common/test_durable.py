@@ -141,8 +141,8 @@ ALLOWED = {
     "sandbox/jail/namespaces.py": "files of /proc",
     "sandbox/jail/programs.py": "pipes and descriptors that it has been given",
     "sandbox/sandbox.py": "a pipe to the program's process",
-    "train/trainer/metrics.py": "metrics.jsonl grows by a flushed line; a cut last one is dropped",
-    "train/trainer/board.py": "TensorBoard's log grows; a lost end is only not shown",
+    "train/trainer/metrics.py": "metrics.jsonl grows by a flushed line; a cut last one is dropped; "
+    "TensorBoard's log grows; a lost end is only not shown",
     "train/trainer/reporter.py": "progress.json, renamed, every few seconds; a lost one is made again",
     "train/config/commented_yaml.py": "a file that must be new, and which nothing reads before a person does",
     "tools/compare/launches.py": "the output of a command, while it runs",

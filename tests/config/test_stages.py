@@ -21,7 +21,7 @@ from trainer_runs import metrics, run_config
 from rlplus.tools.cli import main
 from rlplus.train.config import load_config, load_stages
 from rlplus.train.learner import Policy
-from rlplus.train.trainer import open_run, step
+from rlplus.train.trainer import loop, open_run
 from rlplus.train.trainer.loop import train_step
 
 TWO: list[dict[str, Any]] = [
@@ -176,7 +176,7 @@ def test_a_kill_in_the_second_stage_resumes_there(
     started = yaml.safe_load((whole / "stage-2/config.yaml").read_text())
     assert started["model"]["path"] == f"{whole}/stage-1/model"
     assert not torch.equal(*(model(whole / name)["model.norm.weight"] for name in ("stage-1", "stage-2")))
-    score, calls = step.score, []
+    score, calls = loop.score, []
 
     def kill_in_the_second(samples: Sequence[Any], *rest: Any) -> None:
         calls.append(len(samples))
@@ -185,7 +185,7 @@ def test_a_kill_in_the_second_stage_resumes_there(
         score(samples, *rest)
 
     with monkeypatch.context() as patch:
-        patch.setattr("rlplus.train.trainer.step.score", kill_in_the_second)
+        patch.setattr("rlplus.train.trainer.loop.score", kill_in_the_second)
         assert main(["train", str(two_stages), f"output_dir={tmp_path / 'parts'}"]) == 143
     parts = tmp_path / "parts"
     assert (parts / "stage-2/checkpoints/latest").read_text() == "step-000001"
@@ -220,7 +220,7 @@ def test_no_model_outlives_its_run(tmp_path: Path, zero: int) -> None:
 def test_a_kill_in_the_first_stage_resumes_there_and_goes_on(
     two_stages: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    score, calls = step.score, []
+    score, calls = loop.score, []
 
     def kill(samples: Sequence[Any], *rest: Any) -> None:
         calls.append(len(samples))
@@ -229,7 +229,7 @@ def test_a_kill_in_the_first_stage_resumes_there_and_goes_on(
         score(samples, *rest)
 
     with monkeypatch.context() as patch:
-        patch.setattr("rlplus.train.trainer.step.score", kill)
+        patch.setattr("rlplus.train.trainer.loop.score", kill)
         assert main(["train", str(two_stages)]) == 143
     assert not (tmp_path / "run/stage-2").exists()
     assert main(["train", str(two_stages), "--resume"]) == 0

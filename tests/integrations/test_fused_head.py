@@ -279,7 +279,7 @@ def test_under_zero3(tied: bool, policy: bool) -> None:
     deepspeed = pytest.importorskip("deepspeed")
     from deepspeed.utils import safe_get_full_grad
 
-    from rlplus.train.trainer.ranks import initialize_distributed
+    from rlplus.common.agree import initialize_distributed
 
     changes = {"final_logit_softcapping": 1.5, "tie_word_embeddings": tied}
     plain = fuse_head(make("Gemma2", changes).float(), temperature=TEMPERATURE)

@@ -12,8 +12,8 @@ from torch import Tensor
 from trainer_runs import on_ranks
 from transformers import Qwen2ForCausalLM
 
+from rlplus.common.agree import initialize_distributed
 from rlplus.train.learner.pretrained import restore_buffers
-from rlplus.train.trainer.ranks import initialize_distributed
 
 QUICK = ("ZeRO-1", "ZeRO-1, offload", "ZeRO-2", "ZeRO-3")
 MANY = {name: 512 if name in ("ZeRO-1, untied", "ZeRO-2", "ZeRO-3") else 64 for name in CASES}

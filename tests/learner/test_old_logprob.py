@@ -25,7 +25,7 @@ def some_right(monkeypatch: pytest.MonkeyPatch) -> None:
         for i, sample in enumerate(samples):
             sample.reward = float(sample.external or i % 2)
 
-    monkeypatch.setattr("rlplus.train.trainer.step.score", draw_rewards)
+    monkeypatch.setattr("rlplus.train.trainer.loop.score", draw_rewards)
 
 
 def two_updates(folder: Any, output: str, **sections: Any) -> Config:

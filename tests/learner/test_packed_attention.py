@@ -13,9 +13,8 @@ from trainer_runs import run_config
 from transformers import AttentionInterface, PreTrainedModel
 
 from rlplus.train.data import MicroBatch, Sample, pack
-from rlplus.train.learner import packed_attention
-from rlplus.train.learner.packed_attention import LONG_ROW, takes_spans
-from rlplus.train.learner.packed_model import PackedModel
+from rlplus.train.learner import packed_model
+from rlplus.train.learner.packed_model import LONG_ROW, PackedModel, takes_spans
 from rlplus.train.trainer import train
 
 LENGTHS = (9, 4, 13, 6, 3)
@@ -88,7 +87,7 @@ def test_groups_hold_every_token_once_and_little_padding() -> None:
     generator = random.Random(0)
     for most in [900] * 50 + [20] * 20:
         rows = tuple(tuple(generator.randint(1, most) for _ in range(generator.randint(1, 9))) for _ in range(3))
-        tokens, shapes, back = packed_attention.Spans(rows).places(torch.device("cpu"))
+        tokens, shapes, back = packed_model.Spans(rows).places(torch.device("cpu"))
         lengths, count = [length for row in rows for length in row], sum(map(sum, rows))
         assert torch.equal(tokens[back], torch.arange(count))
         assert len(tokens) == sum(n * longest for n, longest in shapes) <= 1.25 * count
@@ -97,7 +96,7 @@ def test_groups_hold_every_token_once_and_little_padding() -> None:
         found = [s for group, shape in zip(groups, shapes, strict=True) for s in group.view(shape)]
         assert [int(s[-1] - s[0]) + 1 for s in found] == sorted(lengths, reverse=True)
         assert {int(s[0]) for s in found} == set(accumulate(lengths[:-1], initial=0))
-    same = packed_attention.Spans(((40, 40), (80,), (40, 40))).places(torch.device("cpu"))
+    same = packed_model.Spans(((40, 40), (80,), (40, 40))).places(torch.device("cpu"))
     assert same.shapes == ((1, 80), (4, 40))
 
 
@@ -107,7 +106,7 @@ def test_a_module_that_is_not_causal_sees_no_padding(causal: bool) -> None:
     module = torch.nn.Identity()
     module.is_causal = causal
     core = AttentionInterface()["sdpa"]
-    out = packed_attention.attend_apart(getattr(core, "__wrapped__", core), spans_of(5, 4), module, query, key, value)
+    out = packed_model.attend_apart(getattr(core, "__wrapped__", core), spans_of(5, 4), module, query, key, value)
     for part in (slice(0, 5), slice(5, 9)):
         scores = query[:, :, part] @ key[:, :, part].mT / 8**0.5
         if causal:
@@ -115,14 +114,14 @@ def test_a_module_that_is_not_causal_sees_no_padding(causal: bool) -> None:
         torch.testing.assert_close(out[:, part], (scores.softmax(-1) @ value[:, :, part]).transpose(1, 2))
 
 
-def spans_of(*lengths: int) -> packed_attention.Spans:
-    return packed_attention.Spans((lengths,))
+def spans_of(*lengths: int) -> packed_model.Spans:
+    return packed_model.Spans((lengths,))
 
 
 def test_lengths_of_other_rows_are_refused() -> None:
     query, key, value = torch.randn(3, 1, 2, 9, 8).unbind()
     with pytest.raises(ValueError, match="want lengths of 9 tokens, the rows'; got 8"):
-        packed_attention.attend_apart(None, spans_of(5, 3), None, query, key, value)
+        packed_model.attend_apart(None, spans_of(5, 3), None, query, key, value)
 
 
 def test_lengths_cover_every_row_and_are_those_of_the_positions() -> None:
@@ -146,7 +145,7 @@ def test_a_run_begins_with_a_look_at_both_ways(tmp_path: Path, monkeypatch: pyte
     def over_all(core: Any, spans: Any, module: Any, *qkv: Tensor, **options: Any) -> Any:
         return core(module, *qkv[:3], None, **options)[0]
 
-    monkeypatch.setattr(packed_attention, "attend_apart", over_all)
+    monkeypatch.setattr(packed_model, "attend_apart", over_all)
     with pytest.raises(ValueError, match="packed sequences see each other"):
         train(run_config(tmp_path))
 
@@ -162,11 +161,11 @@ def test_masks_of_the_whole_are_cut_for_each_sequence() -> None:
     """Each row has its own, also where one mask is for all rows and where it is additive."""
     generator = torch.Generator().manual_seed(0)
     query, key, value = torch.randn(3, 2, 2, 7, 8, generator=generator, dtype=torch.float64).unbind()
-    spans = packed_attention.Spans(((3, 4), (5, 2)))
+    spans = packed_model.Spans(((3, 4), (5, 2)))
     for rows in (1, 2):
         mask = torch.randn(rows, 1, 7, 7, generator=generator, dtype=torch.float64)
         core = lambda module, q, k, v, m: (torch.softmax(q @ k.mT + m, -1).matmul(v).transpose(1, 2), None)  # noqa: E731
-        out = packed_attention.attend_apart(core, spans, None, query, key, value, mask)
+        out = packed_model.attend_apart(core, spans, None, query, key, value, mask)
         kept = torch.full((2, 1, 7, 7), -torch.inf, dtype=torch.float64)
         for row, lengths in enumerate(spans.rows):
             begin = 0

@@ -13,8 +13,7 @@ from trainer_runs import metrics, run_config
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from rlplus.train.config import Config, LoraConfig
-from rlplus.train.learner.adapters import add_adapters, merged_weights, without_adapters
-from rlplus.train.learner.quantized import dequantized, quantize
+from rlplus.train.learner.adapters import add_adapters, dequantized, merged_weights, quantize, without_adapters
 from rlplus.train.trainer import open_run, run_parts, train
 
 pytest.importorskip("bitsandbytes", reason="model.lora.quantization needs bitsandbytes, which is not installed")
@@ -179,7 +178,7 @@ def test_what_cannot_be_recognized_is_refused(tmp_path: Path, monkeypatch: pytes
 
 
 def test_without_bitsandbytes_the_run_says_how_to_install_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rlplus.train.learner.quantized.find_spec", lambda name: None)
+    monkeypatch.setattr("rlplus.train.learner.adapters.find_spec", lambda name: None)
     with pytest.raises(ValueError, match=r"needs the package bitsandbytes, .*: pip install -e \"\.\[qlora\]\""):
         train(run_config(tmp_path, model={"lora": LORA}))
 

@@ -20,8 +20,8 @@ from rank_cases import (
 )
 from trainer_runs import on_ranks
 
+from rlplus.common.agree import initialize_distributed
 from rlplus.train.data import read_kept
-from rlplus.train.trainer.ranks import initialize_distributed
 
 SLOW = [name for name in CASES if name not in QUICK]
 QUICK_LEARNERS = ["ppo", "prime"]

@@ -11,7 +11,7 @@ from mixtures import write_mixture
 from rank_cases import all_samples
 from trainer_runs import on_ranks
 
-from rlplus.train.trainer.ranks import initialize_distributed
+from rlplus.common.agree import initialize_distributed
 
 PARALLEL = [name for name in CASES if name not in ("alone", "without replay")]
 

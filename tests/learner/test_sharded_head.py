@@ -83,7 +83,7 @@ from rlplus.train.learner import make_micro_batches
 from rlplus.train.learner.policy import Policy
 from rlplus.train.learner.pretrained import prepare_model
 from rlplus.tools.plan.activations import Meter
-from rlplus.train.trainer.ranks import initialize_distributed
+from rlplus.common.agree import initialize_distributed
 
 initialize_distributed()
 peaks = []

@@ -12,8 +12,7 @@ from update_cases import batch_of_samples
 from rlplus import batch_advantages, group_advantages, policy_loss, token_weights
 from rlplus.loss.objective.objective import AdvantageEstimator
 from rlplus.train.algorithm import ALGORITHMS
-from rlplus.train.algorithm.critic_formulas import generalized_advantages
-from rlplus.train.algorithm.prime_formulas import process_advantages
+from rlplus.train.algorithm.formulas import generalized_advantages, process_advantages
 from rlplus.train.recipe import set_advantages
 
 GROUPS = torch.tensor([0] * 3 + [1] * 7 + [2] * 11)

@@ -15,7 +15,7 @@ from rlplus.common import agree
 from rlplus.train.algorithm import Algorithm, algorithm
 from rlplus.train.algorithm.options import Prefix
 from rlplus.train.data import MicroBatch, Sample, pack
-from rlplus.train.learner.statistics import needs_statistics, set_statistics
+from rlplus.train.learner.batch import needs_statistics, set_statistics
 from rlplus.train.trainer import train
 
 LENGTHS = (5, 3, 4, 6)  # the responses'; the last one is a demonstration
@@ -218,7 +218,7 @@ def some_right(monkeypatch: pytest.MonkeyPatch) -> None:
         for i, sample in enumerate(samples):
             sample.reward = float(i % 2)
 
-    monkeypatch.setattr("rlplus.train.trainer.step.score", draw_rewards)
+    monkeypatch.setattr("rlplus.train.trainer.loop.score", draw_rewards)
 
 
 @pytest.mark.usefixtures("some_right")
@@ -254,7 +254,7 @@ def some_equal(monkeypatch: pytest.MonkeyPatch) -> None:
         for i, sample in enumerate(samples):
             sample.reward = float(i % 2 and sample.group % 2)
 
-    monkeypatch.setattr("rlplus.train.trainer.step.score", draw_rewards)
+    monkeypatch.setattr("rlplus.train.trainer.loop.score", draw_rewards)
 
 
 @pytest.mark.usefixtures("some_equal")

@@ -183,7 +183,7 @@ def test_the_losses_of_verl(
 
 @pytest.mark.parametrize("peer", [pytest.param("trl", marks=TRL), pytest.param("verl", marks=VERL)])
 def test_gspo_as_an_old_logprob_that_gives_the_sequences_ratio(peer: str) -> None:
-    """By `rlplus.train.learner.statistics`. TRL's gradient goes through the mean, verl's through each token."""
+    """By `rlplus.train.learner.batch`. TRL's gradient goes through the mean, verl's through each token."""
     logprob, mask, inputs = sample(False)
     if peer == "trl":
         options = {"importance_sampling_level": "sequence", "epsilon_low": 0.05, "epsilon_high": 0.03}

@@ -6,6 +6,7 @@ from plan_cases import CPU, QWEN_7B, alive_beyond, everything_known, make_plan, 
 from trainer_runs import run_config
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
+from rlplus.common.agree import initialize_distributed
 from rlplus.common.teacher_states import StatesWriter
 from rlplus.tools.plan import GPUS, MOMENTS, Cluster, make_cluster
 from rlplus.tools.plan.activations import Meter
@@ -13,7 +14,6 @@ from rlplus.tools.plan.memory import estimate_memory, model_states
 from rlplus.tools.plan.planned_model import Model
 from rlplus.train.data import Sample, byte_tokenizer
 from rlplus.train.learner import ValueModel, mean_batches
-from rlplus.train.trainer.ranks import initialize_distributed
 
 
 def test_the_critic_of_ppo_is_counted():

@@ -21,6 +21,7 @@ from torch import nn
 from trainer_runs import run_config
 from transformers import AutoModelForCausalLM, Gemma2Config, MistralConfig, Qwen2Config, Qwen2ForCausalLM
 
+from rlplus.common.agree import initialize_distributed
 from rlplus.loss import Objective, PolicyLoss, linear_policy_loss
 from rlplus.loss.backends import native
 from rlplus.tools.plan import GIB, make_cluster
@@ -29,11 +30,9 @@ from rlplus.tools.plan.memory import head_memory, model_states
 from rlplus.tools.plan.planned_model import Model
 from rlplus.train.data import Sample, byte_tokenizer, pack
 from rlplus.train.learner import make_micro_batches
-from rlplus.train.learner.packed_attention import LONG_ROW
-from rlplus.train.learner.packed_model import PackedModel
+from rlplus.train.learner.adapters import quantize
+from rlplus.train.learner.packed_model import LONG_ROW, PackedModel
 from rlplus.train.learner.policy import Policy
-from rlplus.train.learner.quantized import quantize
-from rlplus.train.trainer.ranks import initialize_distributed
 
 
 def samples_of(n: int, length: int) -> list[Sample]:

@@ -5,13 +5,13 @@ from plan_cases import CPU, QLORA, everything_known, make_plan, paper, thin_mode
 from trainer_runs import run_config
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
+from rlplus.common.agree import initialize_distributed
 from rlplus.tools.plan import GIB, make_cluster
 from rlplus.tools.plan.activations import Meter
 from rlplus.train.data import byte_tokenizer
 from rlplus.train.learner.policy import Policy
 from rlplus.train.rollout import Request, Sampling
 from rlplus.train.rollout.shared_engine import SharedEngine
-from rlplus.train.trainer.ranks import initialize_distributed
 
 
 @pytest.mark.parametrize(("prompt", "response"), [(40, 8), pytest.param(8, 100, marks=pytest.mark.slow)])

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from rlplus.train.data import Sample
 from rlplus.train.trainer import open_run
-from rlplus.train.trainer.step import Step
+from rlplus.train.trainer.loop import Step
 
 pytestmark = [pytest.mark.slow, pytest.mark.vllm]
 NAMES = [  # every kind of parameter, from the first layer to the last; the embedding is the head, too

@@ -12,18 +12,18 @@ from trainer_runs import metrics, run_config
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 from update_cases import batch_of_samples, check_gradients
 
+from rlplus.common.agree import initialize_distributed
 from rlplus.train.algorithm import generalized_advantages, value_loss
 from rlplus.train.config import Config
 from rlplus.train.data import Sample
 from rlplus.train.learner import ValueModel, by_sample, mean_batches
-from rlplus.train.learner.value_head import add_value_head
-from rlplus.train.learner.value_model import _loss_op, _values
+from rlplus.train.learner.pretrained import add_value_head
+from rlplus.train.learner.recipe_models import _value_op, _values
 from rlplus.train.recipe import Batch, Update
 from rlplus.train.recipe.critic import CriticRecipe
 from rlplus.train.recipe.fit import whitened
 from rlplus.train.rollout import RunFailed
 from rlplus.train.trainer import Run, open_run, train
-from rlplus.train.trainer.ranks import initialize_distributed
 
 # ---- formulas
 
@@ -163,7 +163,7 @@ def test_values_and_their_gradient_are_those_of_single_sequences_in_float64(run:
     assert len(batches) >= 2
     model = critic.engine.module
     model.zero_grad()
-    outputs = [model(batch, _loss_op(0.2, 1, batch)) for batch in batches]
+    outputs = [model(batch, _value_op(0.2, 1, batch)) for batch in batches]
     sum(out.loss for out in outputs).backward()
     assert float(sum(out.loss.detach() for out in outputs)) == pytest.approx(float(loss.detach()), rel=1e-5)
     gradients = {name: p.grad for name, p in lm.named_parameters()}
@@ -252,7 +252,7 @@ def test_an_update_of_the_critic_ends_the_right_to_redo_the_step(
 def test_nonfinite_gradients_of_the_critic_are_counted_and_stop_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rlplus.train.learner.value_model.value_loss", lambda value, *_: (value * torch.nan).sum())
+    monkeypatch.setattr("rlplus.train.learner.recipe_models.value_loss", lambda value, *_: (value * torch.nan).sum())
     with pytest.raises(RunFailed, match="3 updates of the critic in a row had a non-finite gradient"):
         train(ppo(tmp_path))
     one = ppo(tmp_path, "one", train={"steps": 1}, critic_updates=2)

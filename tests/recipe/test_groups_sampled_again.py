@@ -15,8 +15,7 @@ from rlplus.train.rollout import Completion
 from rlplus.train.rollout.transformers_engine import TransformersEngine
 from rlplus.train.trainer import open_run, train
 from rlplus.train.trainer.engine import EngineFailed
-from rlplus.train.trainer.loop import train_step
-from rlplus.train.trainer.step import Step
+from rlplus.train.trainer.loop import Step, train_step
 
 SIZE = 4
 Calls = list[list[tuple[tuple[int, ...], int]]]
@@ -38,7 +37,7 @@ def noted(monkeypatch: pytest.MonkeyPatch) -> tuple[Calls, list[list[Sample]]]:
         return generate(engine, requests, sampling)
 
     monkeypatch.setattr(TransformersEngine, "generate", noting)
-    monkeypatch.setattr("rlplus.train.trainer.step.score", score)
+    monkeypatch.setattr("rlplus.train.trainer.loop.score", score)
     return asked, scored
 
 
@@ -99,7 +98,7 @@ def test_samples_that_the_grader_failed_on_count_even_if_they_are_replaced(
             sample.reward = math.nan if failed else float(not bare and i % 4 == 0)
             sample.status = "crash" if failed else "ok"
 
-    monkeypatch.setattr("rlplus.train.trainer.step.score", score)
+    monkeypatch.setattr("rlplus.train.trainer.loop.score", score)
     with open_run(run_config(tmp_path, algorithm={"preset": "bread"}, train={"steps": 1})) as run:
         step = Step(run)
         batch = step.collect()
@@ -116,7 +115,7 @@ def test_groups_sampled_again_have_new_noise_and_the_same_after_a_rewind(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with open_run(run_config(tmp_path, algorithm={"preset": "bread"})) as run:
-        monkeypatch.setattr("rlplus.train.trainer.step.score", draw_rewards)
+        monkeypatch.setattr("rlplus.train.trainer.loop.score", draw_rewards)
         found = []
         for _ in range(2):
             step = Step(run)
@@ -197,7 +196,7 @@ class Again(Recipe):
 
 
 def test_a_recipe_of_ones_own_samples_groups_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rlplus.train.trainer.step.score", draw_rewards)
+    monkeypatch.setattr("rlplus.train.trainer.loop.score", draw_rewards)
     monkeypatch.setattr("rlplus.train.trainer.run_parts.make_recipe", Again)
     with open_run(run_config(tmp_path)) as run:
         step = Step(run)
@@ -215,7 +214,7 @@ def test_a_recipe_of_ones_own_samples_groups_again(tmp_path: Path, monkeypatch: 
 
 def test_an_engine_that_fails_in_a_search_ends_the_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The run goes on from the step's start with the same result."""
-    monkeypatch.setattr("rlplus.train.trainer.step.score", draw_rewards)
+    monkeypatch.setattr("rlplus.train.trainer.loop.score", draw_rewards)
     generate, calls = TransformersEngine.generate, [0]
 
     def failing(engine: Any, requests: Any, sampling: Any) -> list[list[Completion]]:

@@ -15,7 +15,7 @@ from trainer_runs import run_config
 from update_cases import packed
 
 from rlplus.train.data import Example, per_token
-from rlplus.train.learner.statistics import set_statistics
+from rlplus.train.learner.batch import set_statistics
 from rlplus.train.recipe import Ask, Recipe
 from rlplus.train.recipe.prefix import PrefixRecipe
 from rlplus.train.rollout import Completion, respond

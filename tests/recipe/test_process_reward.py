@@ -18,7 +18,7 @@ from rlplus.train.learner import ProcessModel, by_sample, mean_batches
 from rlplus.train.recipe import Batch
 from rlplus.train.recipe.prime import ProcessRewardRecipe
 from rlplus.train.trainer import Run, open_run
-from rlplus.train.trainer.step import Step
+from rlplus.train.trainer.loop import Step
 
 
 def test_advantages_are_their_definition() -> None:

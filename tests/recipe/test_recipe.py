@@ -137,7 +137,7 @@ def test_a_response_is_kept_for_one_token_with_a_gradient(run: Run) -> None:
 
 @pytest.fixture(autouse=True)
 def some_right(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rlplus.train.trainer.step.score", draw_rewards)
+    monkeypatch.setattr("rlplus.train.trainer.loop.score", draw_rewards)
 
 
 class Interleaved(Recipe):

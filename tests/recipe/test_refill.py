@@ -250,7 +250,7 @@ def test_a_refilled_run_trains_on_nothing_else_and_resumes_bit_for_bit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also if a step is given up after its second draw."""
-    monkeypatch.setattr("rlplus.train.trainer.step.score", draw_rewards)
+    monkeypatch.setattr("rlplus.train.trainer.loop.score", draw_rewards)
     rows = metrics(train(run_config(tmp_path, "whole", **SECTIONS)))
     assert len(rows) == 20
     for row in rows:
@@ -269,7 +269,7 @@ def test_a_refilled_run_trains_on_nothing_else_and_resumes_bit_for_bit(
         return refills[-1]
 
     with monkeypatch.context() as patch:
-        patch.setattr("rlplus.train.trainer.step.refill_batch", refill_and_kill)
+        patch.setattr("rlplus.train.trainer.loop.refill_batch", refill_and_kill)
         with pytest.raises(Interrupted):
             train(config)
     assert (Path(config.output_dir) / "checkpoints/latest").read_text() == f"step-{again:06d}"
@@ -283,9 +283,9 @@ def test_a_run_that_finds_too_few_groups_leaves_a_checkpoint(tmp_path: Path, mon
             sample.reward = float(len(refills) > 2 or member % 2)
 
     refills: list[int] = []
-    monkeypatch.setattr("rlplus.train.trainer.step.score", solved_later)
+    monkeypatch.setattr("rlplus.train.trainer.loop.score", solved_later)
     original = refill_batch
-    monkeypatch.setattr("rlplus.train.trainer.step.refill_batch", lambda *rest: refills.append(1) or original(*rest))
+    monkeypatch.setattr("rlplus.train.trainer.loop.refill_batch", lambda *rest: refills.append(1) or original(*rest))
     config = run_config(tmp_path, **SECTIONS)
     with pytest.raises(RunFailed, match=r"want 4 groups .* found 0 in 9 draws of 4 prompts"):
         train(config)

@@ -19,8 +19,8 @@ from rlplus.train.data import Example, Sample
 from rlplus.train.recipe import Ask, Batch, Recipe
 from rlplus.train.recipe.replay import Remembered, ReplayRecipe, _draw
 from rlplus.train.reward import Score
+from rlplus.train.reward.scorer import score
 from rlplus.train.trainer import Run, open_run
-from rlplus.train.trainer.groups import score
 
 EXGRPO = {"preset": "exgrpo", "recipe": {"start": 0.0}}
 

@@ -17,7 +17,7 @@ from update_cases import batch_of_samples
 from rlplus.train.data import Sample
 from rlplus.train.recipe import Batch
 from rlplus.train.trainer import Run, open_run, train
-from rlplus.train.trainer.step import Step
+from rlplus.train.trainer.loop import Step
 
 TEMPERATURE = 0.7
 

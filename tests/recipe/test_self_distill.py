@@ -19,7 +19,7 @@ from rlplus.train.data import Example, Sample, byte_tokenizer, load_examples, pa
 from rlplus.train.recipe import Batch, Update
 from rlplus.train.recipe.self_teaching import SelfDistillRecipe
 from rlplus.train.trainer import Run, open_run, train
-from rlplus.train.trainer.prompt_pool import select_prompts
+from rlplus.train.trainer.run_parts import select_prompts
 
 TEMPLATE = "{prompt}{demonstration}"
 RATE = 0.3

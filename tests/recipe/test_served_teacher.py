@@ -134,7 +134,7 @@ import torch.distributed as dist
 from rlplus.train.config import load_config
 from rlplus.train.recipe import Batch, Update
 from rlplus.train.trainer import open_run
-from rlplus.train.trainer.ranks import initialize_distributed
+from rlplus.common.agree import initialize_distributed
 from teachers import rollouts
 from update_cases import packed
 

@@ -134,7 +134,7 @@ def test_a_run_resumes_bit_for_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 def test_a_refilled_step_shows_responses_of_its_own_groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Several draws of a run; the groups that are kept have a correct response, and a wrong one."""
-    monkeypatch.setattr("rlplus.train.trainer.step.score", draw_rewards)
+    monkeypatch.setattr("rlplus.train.trainer.loop.score", draw_rewards)
     batches, collect = [], SelfDistillRecipe.collect
     monkeypatch.setattr(SelfDistillRecipe, "collect", lambda *rest: batches.append(collect(*rest)) or batches[-1])
     algorithm = {"preset": "sdpo", "recipe": {"template": TEMPLATE}, "refill": {"max_draws": 20}}

@@ -15,12 +15,12 @@ from trainer_runs import metrics, on_ranks, run_config
 
 import rlplus
 import rlplus.train.trainer.run_parts
+from rlplus.common.agree import initialize_distributed
 from rlplus.train.checkpoint import read_state
 from rlplus.train.config import RewardConfig
 from rlplus.train.data import byte_tokenizer
 from rlplus.train.reward import Score, Scorer, grade_demonstrations, keep_passed
 from rlplus.train.trainer import train
-from rlplus.train.trainer.ranks import initialize_distributed
 from rlplus.train.trainer.rollouts import Drawn, Rollouts
 
 
@@ -60,7 +60,7 @@ from reward_graders import decode, example
 from rlplus.train.data import Sample
 from rlplus.train.reward import Score, grade_demonstrations
 from rlplus.train.rollout import RunFailed
-from rlplus.train.trainer.groups import score
+from rlplus.train.reward.scorer import score
 
 dist.init_process_group("gloo")
 rank = dist.get_rank()

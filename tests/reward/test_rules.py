@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from reward_graders import decode, example, reward_config
 from trainer_runs import metrics, run_config
 
+from rlplus.common.agree import initialize_distributed
 from rlplus.common.lazy import import_function
 from rlplus.train.config import RewardConfig, load_config
 from rlplus.train.data import Example, Sample, read_kept
@@ -21,9 +22,8 @@ from rlplus.train.reward import Score, Scorer, grade_demonstrations, rules_of
 from rlplus.train.reward.graders import make_grader
 from rlplus.train.reward.graders.base import boxes
 from rlplus.train.reward.graders.rules import Judge
+from rlplus.train.reward.scorer import score
 from rlplus.train.trainer import train
-from rlplus.train.trainer.groups import score
-from rlplus.train.trainer.ranks import initialize_distributed
 
 CUT = "4. Calculate the amount.\n\n5. Finalize the result.\n\nThe initial amount of money Betty"
 PROGRAM = "```python\nprint(2 * int(input()))\n```"

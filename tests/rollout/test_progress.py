@@ -15,8 +15,8 @@ from rollout_models import PROMPTS, requests, save, start, tiny_model
 import rlplus.train.rollout.process_engine
 from rlplus.common import activity
 from rlplus.train.rollout import Sampling
-from rlplus.train.rollout.clock import Clock
 from rlplus.train.rollout.process_engine import POLL_S, ProcessEngine, _EngineDied, _Heartbeat
+from rlplus.train.rollout.push import Clock
 
 
 class Ticks:

@@ -18,7 +18,7 @@ from ordered_llm import OrderedLLM
 from rollout_models import EOS, PAD, PROMPTS, requests, save, start, tiny_model
 from torch import Tensor
 
-import rlplus.train.rollout.clock
+import rlplus.train.rollout.push
 import rlplus.train.rollout.vllm_engine
 from rlplus.train.config import RolloutConfig
 from rlplus.train.rollout import Adapters, RolloutEngine, RunFailed, Sampling, make_engine
@@ -44,7 +44,7 @@ class HangClock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> HangClock:
     clock = HangClock()
-    monkeypatch.setattr(rlplus.train.rollout.clock, "time", clock)
+    monkeypatch.setattr(rlplus.train.rollout.push, "time", clock)
     return clock
 
 
@@ -92,13 +92,13 @@ def test_a_parameter_that_is_not_taken_is_named(clock: HangClock) -> None:
 
 def test_an_alarm_at_the_last_moment_is_not_heard(monkeypatch: pytest.MonkeyPatch) -> None:
     """The push is over, and the clock is being stopped: nothing may be left of it."""
-    stop, handler = rlplus.train.rollout.clock.Clock._stop, signal.getsignal(signal.SIGALRM)
+    stop, handler = rlplus.train.rollout.push.Clock._stop, signal.getsignal(signal.SIGALRM)
 
     def alarmed(running: Any) -> None:
         os.kill(os.getpid(), signal.SIGALRM)
         stop(running)
 
-    monkeypatch.setattr(rlplus.train.rollout.clock.Clock, "_stop", alarmed)
+    monkeypatch.setattr(rlplus.train.rollout.push.Clock, "_stop", alarmed)
     weights = [(name, torch.zeros(shape)) for name, shape in SHAPES.items()]
     with watched(weights, SHAPES, version=1, timeout_s=processes.PATIENCE_S) as checked:
         assert len(list(checked)) == 2
@@ -107,7 +107,7 @@ def test_an_alarm_at_the_last_moment_is_not_heard(monkeypatch: pytest.MonkeyPatc
 
 def test_an_alarm_that_is_due_as_the_body_ends_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is raised; what watched must not take the body for one that goes on, and end the process."""
-    raised, clock = [], rlplus.train.rollout.clock.Clock("the body", "some.key", processes.PATIENCE_S)
+    raised, clock = [], rlplus.train.rollout.push.Clock("the body", "some.key", processes.PATIENCE_S)
 
     def due(number: int, handler: Any) -> Any:
         if handler == signal.SIG_IGN and not raised:
@@ -115,7 +115,7 @@ def test_an_alarm_that_is_due_as_the_body_ends_leaves_nothing_behind(monkeypatch
             raise RunFailed("overdue")
         return signal.signal(number, handler)
 
-    monkeypatch.setattr(rlplus.train.rollout.clock, "signal", SimpleNamespace(**vars(signal) | {"signal": due}))
+    monkeypatch.setattr(rlplus.train.rollout.push, "signal", SimpleNamespace(**vars(signal) | {"signal": due}))
     before = signal.getsignal(signal.SIGALRM)
     with pytest.raises(RunFailed, match="overdue"), clock.running("its end"):
         pass
@@ -129,8 +129,8 @@ def test_an_alarm_that_is_due_as_the_body_begins_leaves_nothing_behind(monkeypat
             super().start()
             raise RunFailed("overdue")
 
-    monkeypatch.setattr(rlplus.train.rollout.clock, "threading", SimpleNamespace(**vars(threading) | {"Thread": Due}))
-    clock, before = rlplus.train.rollout.clock.Clock("the body", "some.key", 1.0), signal.getsignal(signal.SIGALRM)
+    monkeypatch.setattr(rlplus.train.rollout.push, "threading", SimpleNamespace(**vars(threading) | {"Thread": Due}))
+    clock, before = rlplus.train.rollout.push.Clock("the body", "some.key", 1.0), signal.getsignal(signal.SIGALRM)
     with pytest.raises(RunFailed, match="overdue"), clock.running("its end"):
         pytest.fail("it did not begin")
     assert clock._done.is_set()
@@ -140,7 +140,7 @@ def test_an_alarm_that_is_due_as_the_body_begins_leaves_nothing_behind(monkeypat
 def test_a_slow_push_that_goes_on_is_no_hang(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each parameter takes two thirds of the time that it has, by a clock of the test's own."""
     now = [0.0]
-    monkeypatch.setattr(rlplus.train.rollout.clock, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(rlplus.train.rollout.push, "time", SimpleNamespace(monotonic=lambda: now[0]))
     shapes = {str(i): torch.Size([1]) for i in range(8)}
     handler = signal.getsignal(signal.SIGALRM)
     weights = ((name, torch.zeros(1)) for name in shapes)
@@ -170,10 +170,10 @@ def test_a_generation_that_hangs_in_this_process_is_ended(
 STUCK = """
 import time, types, torch
 from rlplus.common.errors import RunFailed
-from rlplus.train.rollout import clock, push
-clock.GRACE_S = 0.2
+from rlplus.train.rollout import push
+push.GRACE_S = 0.2
 shapes, hung = {"first": torch.Size([1])}, []
-clock.time = types.SimpleNamespace(monotonic=lambda: time.monotonic() - hung[0] if hung else 0.0)
+push.time = types.SimpleNamespace(monotonic=lambda: time.monotonic() - hung[0] if hung else 0.0)
 def weights():  # the exception never arrives, as with a collective that waits in C++
     hung.append(time.monotonic())
     while True:

@@ -17,13 +17,13 @@ from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad
 from rank_cases import all_samples, make_model
 from torch import Tensor
 
+from rlplus.common.agree import initialize_distributed
 from rlplus.train.config import Config
 from rlplus.train.data import MicroBatch
 from rlplus.train.learner import make_micro_batches
 from rlplus.train.learner.packed_model import PackedModel
 from rlplus.train.learner.policy import Policy
 from rlplus.train.learner.pretrained import load_model, prepare_model
-from rlplus.train.trainer.ranks import initialize_distributed
 
 CASES: dict[str, dict[str, Any]] = {
     f"ZeRO-{stage}{offload}{untied}": {"zero_stage": stage, "offload_optimizer": "cpu" if offload else "none"}

@@ -20,7 +20,7 @@ from rlplus.train.rollout import Respond, RolloutEngine
 from rlplus.train.rollout.transformers_engine import TransformersEngine
 from rlplus.train.rollout.vllm_engine import VLLMEngine
 from rlplus.train.trainer.engine import PROBE_TOKENS
-from rlplus.train.trainer.groups import Going, begin, generate, room
+from rlplus.train.trainer.rollouts import Going, begin, generate, room
 
 
 def write_start(folder: Path, *, tied: bool) -> Path:

@@ -22,7 +22,7 @@ def grade(monkeypatch: pytest.MonkeyPatch, reward: Callable[[Sample], float]) ->
         for sample in samples:
             sample.reward = reward(sample)
 
-    monkeypatch.setattr("rlplus.train.trainer.step.score", score)
+    monkeypatch.setattr("rlplus.train.trainer.loop.score", score)
 
 
 def killed_and_resumed(

@@ -20,11 +20,11 @@ import torch.distributed as dist
 from transformers import AutoConfig, Qwen2Config, Qwen2ForCausalLM
 
 from rlplus.common import agree
+from rlplus.common.agree import initialize_distributed
 from rlplus.train.config import Config
 from rlplus.train.data import MicroBatch, Sample, byte_tokenizer
 from rlplus.train.learner import make_micro_batches
 from rlplus.train.learner.policy import Policy
-from rlplus.train.trainer.ranks import initialize_distributed
 
 VOCABULARY = 151_936  # Qwen2.5-Math-7B's
 

@@ -16,11 +16,11 @@ from mixtures import with_experts
 from rank_cases import ALWAYS_SHARDED, all_samples
 from torch import Tensor
 
+from rlplus.common.agree import initialize_distributed
 from rlplus.train.config import Config
 from rlplus.train.learner import make_micro_batches
 from rlplus.train.learner.policy import Policy
 from rlplus.train.learner.pretrained import prepare_model
-from rlplus.train.trainer.ranks import initialize_distributed
 
 ZERO3: dict[str, Any] = {"zero_stage": 3, "deepspeed": ALWAYS_SHARDED}
 CASES: dict[str, dict[str, Any]] = {

@@ -16,12 +16,12 @@ from safetensors.torch import load_file
 from trainer_runs import run_config
 
 from rlplus.common import agree
+from rlplus.common.agree import initialize_distributed
 from rlplus.train.config import Config, load_config
 from rlplus.train.data import Sample
 from rlplus.train.rollout import Completion, Request, Sampling
 from rlplus.train.rollout.transformers_engine import TransformersEngine
 from rlplus.train.trainer import open_run, train
-from rlplus.train.trainer.ranks import initialize_distributed
 
 STEPS = (2, 4, 6)  # where the number of ranks changes, and the end
 LORA = {"rank": 4, "alpha": 8}
@@ -91,7 +91,7 @@ def fixed_rollouts() -> Iterator[None]:
 
     with (
         mock.patch("rlplus.train.trainer.run_parts.make_engine", make),
-        mock.patch("rlplus.train.trainer.step.score", score),
+        mock.patch("rlplus.train.trainer.loop.score", score),
     ):
         yield
 

@@ -21,6 +21,7 @@ from transformers import AttentionInterface, Qwen2Config, Qwen2ForCausalLM
 from transformers.modeling_flash_attention_utils import prepare_fa_kwargs_from_position_ids
 
 from rlplus.common import agree
+from rlplus.common.agree import initialize_distributed
 from rlplus.loss.backends.selection import Choice
 from rlplus.loss.operations import library
 from rlplus.loss.operations.library import _scale as scale
@@ -35,7 +36,6 @@ from rlplus.train.learner.pretrained import load_model, prepare_model
 from rlplus.train.recipe import Batch, make_recipe
 from rlplus.train.trainer import train
 from rlplus.train.trainer.metrics import Tally, tally_outputs, tally_update
-from rlplus.train.trainer.ranks import initialize_distributed
 
 ALWAYS_SHARDED = {"zero_optimization": {"stage3_param_persistence_threshold": 0}}
 LORA = {"rank": 4, "alpha": 8.0}
@@ -343,7 +343,7 @@ def refilled_run(folder: Path, name: str) -> list[dict[str, float]]:
         for sample in samples:
             sample.reward = float(sum(sample.response) % 7 == 0)
 
-    with mock.patch("rlplus.train.trainer.step.score", draw_rewards):
+    with mock.patch("rlplus.train.trainer.loop.score", draw_rewards):
         return metrics(train(config))
 
 

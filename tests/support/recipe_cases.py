@@ -97,7 +97,7 @@ def demonstrations_of_steps(monkeypatch: pytest.MonkeyPatch) -> list[Sample]:
         draw_rewards(samples, *rest)
         seen.extend(sample for sample in samples if sample.demonstration)
 
-    monkeypatch.setattr("rlplus.train.trainer.step.score", score)
+    monkeypatch.setattr("rlplus.train.trainer.loop.score", score)
     return seen
 
 
@@ -114,7 +114,7 @@ def resumed(
 
     SIGTERM comes when the recipe has changed its state and before the policy changes.
     """
-    monkeypatch.setattr("rlplus.train.trainer.step.score", draw_rewards)
+    monkeypatch.setattr("rlplus.train.trainer.loop.score", draw_rewards)
     whole = train(resumed_config(folder, "whole", algorithm, steps))
     rows = metrics(whole)
     assert len(rows) == steps

@@ -58,7 +58,7 @@ def train_all(folder: Path, output: str) -> None:
     with (
         mock.patch.object(TransformersEngine, "generate", responses),
         mock.patch.object(SyncedEngine, "_probe", return_value=(torch.zeros(1), [])),
-        mock.patch("rlplus.train.trainer.step.score", draw_rewards),
+        mock.patch("rlplus.train.trainer.loop.score", draw_rewards),
     ):
         for name, algorithm in CASES.items():
             if algorithm.get("recipe", {}).get("name") == "distill":

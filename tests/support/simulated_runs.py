@@ -28,11 +28,11 @@ from teachers import make_teacher
 from trainer_runs import write_task
 from transformers import AutoModelForCausalLM
 
-import rlplus.train.trainer.step
+import rlplus.train.trainer.loop
 
 
 def main(folder: Path, cases: Sequence[str]) -> None:
-    rlplus.train.trainer.step.score = draw_rewards  # type: ignore[attr-defined]
+    rlplus.train.trainer.loop.score = draw_rewards  # type: ignore[attr-defined]
     teacher = make_teacher(folder)
     write_mixture(folder / "mixture")
     write_task(folder)

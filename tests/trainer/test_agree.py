@@ -15,8 +15,8 @@ from torch.distributed.distributed_c10d import _coalescing_manager
 from trainer_runs import environment, on_ranks, run_config
 
 import rlplus
+from rlplus.common.agree import initialize_distributed
 from rlplus.train.trainer import open_run
-from rlplus.train.trainer.ranks import initialize_distributed
 
 TWO_RANKS = """
 import math, sys

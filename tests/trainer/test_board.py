@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from rlplus.train.trainer.board import Board
+from rlplus.train.trainer.metrics import Board
 
 
 def test_steps_that_are_done_again_replace_the_earlier_ones(tmp_path: Path) -> None:

@@ -35,13 +35,13 @@ from crash_runs import (
 from crash_states import Counts, State, states
 from file_calls import Call, mark, need_notifications, watch
 
+from rlplus.common.agree import initialize_distributed
 from rlplus.common.durable import make_folder, write_text
 from rlplus.tools.compare.outcomes import Results
 from rlplus.train import checkpoint
 from rlplus.train.config import load_config
 from rlplus.train.evaluation.results import load_results
 from rlplus.train.trainer import train
-from rlplus.train.trainer.ranks import initialize_distributed
 from rlplus.train.trainer.run_folder import RunFolder
 
 EACH = 6  # one in so many kinds of states, that is sets of names, is resumed

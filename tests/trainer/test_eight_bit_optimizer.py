@@ -9,7 +9,7 @@ from trainer_runs import run_config
 
 from rlplus.tools.plan import make_cluster, make_plan
 from rlplus.train.config import TrainConfig, load_config
-from rlplus.train.learner import learner, quantized
+from rlplus.train.learner import adapters, learner
 from rlplus.train.learner.deepspeed_settings import check_eight_bit
 from rlplus.train.trainer import train
 
@@ -67,7 +67,7 @@ def test_a_plan_proposes_what_goes_with_it() -> None:
 def test_a_missing_package_and_offloading_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="adamw8bit stays on the GPU: want offload_optimizer none; got cpu"):
         run_config(tmp_path, train={"optimizer": "adamw8bit", "offload_optimizer": "cpu"})
-    monkeypatch.setattr(quantized, "find_spec", lambda name: None)
+    monkeypatch.setattr(adapters, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match=r"train\.optimizer adamw8bit needs the package bitsandbytes.*\[qlora\]"):
         train(run_config(tmp_path, train={"optimizer": "adamw8bit"}))
 

@@ -30,13 +30,13 @@ from crash_runs import (
 )
 from file_calls import Call, Watched, need_notifications, watch
 
+from rlplus.common.agree import initialize_distributed
 from rlplus.tools.compare.outcomes import Results
 from rlplus.train import checkpoint
 from rlplus.train.config import load_config
 from rlplus.train.data import KeptSample, read_kept
 from rlplus.train.evaluation.results import load_results
 from rlplus.train.trainer import train
-from rlplus.train.trainer.ranks import initialize_distributed
 
 EACH = 6  # one in so many kinds of calls, that is a call and a file, fails
 SIMILAR = re.compile(r"\d|(?<=/)(Base|SFT|SFT\+GRPO)(?=/|$)")  # steps, seeds and methods are of one kind

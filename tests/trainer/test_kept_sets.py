@@ -23,7 +23,7 @@ CASES = [("rlplus", 1), (REPLAYED, 0), ("grpo", 0), ("gspo", 2)]
 @pytest.fixture(autouse=True)
 def rewards(monkeypatch: pytest.MonkeyPatch) -> None:
     """Such that every algorithm has a gradient; and the process's engine in this process, which takes seconds less."""
-    monkeypatch.setattr("rlplus.train.trainer.step.score", draw_rewards)
+    monkeypatch.setattr("rlplus.train.trainer.loop.score", draw_rewards)
     engine_in_this_process(monkeypatch)
 
 

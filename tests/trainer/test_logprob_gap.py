@@ -9,8 +9,7 @@ from engine_runs import same
 from trainer_runs import run_config
 
 from rlplus.train.trainer import train
-from rlplus.train.trainer.engine import SyncedEngine
-from rlplus.train.trainer.logprob_gap import Compared, LogprobGap
+from rlplus.train.trainer.engine import Compared, LogprobGap, SyncedEngine
 
 BF16 = {"scratch": {"hidden_size": 32, "layers": 2, "heads": 1, "intermediate_size": 64}, "dtype": "bfloat16"}
 NAN = float("nan")
@@ -31,7 +30,7 @@ def judged(
     tmp_path: Path, gaps: list[tuple[float, float]], policy: Any, monkeypatch: pytest.MonkeyPatch, **sections: Any
 ) -> str:
     """The fault of ranks with these sums and counts, of which this one has the first; all round alike."""
-    monkeypatch.setattr("rlplus.train.trainer.logprob_gap.agree.gathered", lambda own: [own, *gaps[1:]])
+    monkeypatch.setattr("rlplus.train.trainer.engine.agree.gathered", lambda own: [own, *gaps[1:]])
     config = run_config(tmp_path, model=BF16, **sections)
     compared = cast("list[Compared]", [(None, torch.tensor([-1.0, NAN, -1.0]))])
     return LogprobGap(config, policy).fault(*gaps[0], compared, "some", "step 3")

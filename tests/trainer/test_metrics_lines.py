@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 from trainer_runs import run_config
 
+from rlplus.common.agree import initialize_distributed
 from rlplus.common.errors import SharedFailure
 from rlplus.train.data import Example, Sample
 from rlplus.train.learner import Policy
+from rlplus.train.reward.scorer import LARGEST, score
 from rlplus.train.trainer import train
-from rlplus.train.trainer.groups import LARGEST, score
 from rlplus.train.trainer.metrics import RunLog
 from rlplus.train.trainer.progress import Progress
-from rlplus.train.trainer.ranks import initialize_distributed
 from rlplus.train.trainer.reporter import Reporter
 
 

@@ -18,6 +18,7 @@ from other_ranks import CASES, STEPS, fixed_rollouts, on_one, write_cases
 from recipe_cases import drawn_batch, recipe_of
 from trainer_runs import metrics, on_ranks, run_config, write_state
 
+from rlplus.common.agree import initialize_distributed
 from rlplus.train.config import Config, TrainConfig
 from rlplus.train.data import Sample
 from rlplus.train.learner.deepspeed_settings import check_resharding
@@ -25,7 +26,6 @@ from rlplus.train.learner.resharding import _frozen, _in_a_row, _in_parts, _Move
 from rlplus.train.recipe import Recipe
 from rlplus.train.recipe.replay import Remembered
 from rlplus.train.trainer import train
-from rlplus.train.trainer.ranks import initialize_distributed
 from rlplus.train.trainer.rollouts import Drawn, _share
 
 # DeepSpeed's converter confuses the parameters that are "in turns".

@@ -25,7 +25,7 @@ from rlplus.train.learner import forward_batches
 from rlplus.train.recipe import Batch, set_advantages
 from rlplus.train.rollout.transformers_engine import TransformersEngine
 from rlplus.train.trainer import Run, open_run, train
-from rlplus.train.trainer.rollouts import use_engine_logprob
+from rlplus.train.trainer.loop import use_engine_logprob
 from rlplus.train.trainer.run import OF_RANK, STATE
 
 
@@ -53,7 +53,7 @@ def overlapping(folder: Path, output: str, steps: int, **sections: Any) -> Confi
 
 @pytest.fixture
 def lottery(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rlplus.train.trainer.step.score", draw_rewards)
+    monkeypatch.setattr("rlplus.train.trainer.loop.score", draw_rewards)
 
 
 def draw_rewards(samples: Any, examples: Any, scorer: Any, decode: Any) -> None:

@@ -18,7 +18,7 @@ from rlplus.train.trainer import train
 def test_each_part_of_a_presets_loss_is_there_and_resumes_bit_for_bit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, preset: str
 ) -> None:
-    monkeypatch.setattr("rlplus.train.trainer.step.score", draw_rewards)
+    monkeypatch.setattr("rlplus.train.trainer.loop.score", draw_rewards)
     algorithm = ALGORITHMS[preset]
 
     def run(name: str, steps: int, resume: str | None = None) -> Path:

@@ -19,7 +19,7 @@ from rlplus.train import checkpoint
 from rlplus.train.config import Config, surroundings
 from rlplus.train.learner.pretrained import weights_fingerprint
 from rlplus.train.trainer import Interrupted, Run, train
-from rlplus.train.trainer.step import Step
+from rlplus.train.trainer.loop import Step
 
 
 def stamps(place: Path) -> dict[str, tuple[int, int]]:
@@ -340,7 +340,7 @@ DIES_ONCE = """
 import os, signal, sys
 from pathlib import Path
 from rlplus.tools.cli import main
-from rlplus.train.trainer.step import Step
+from rlplus.train.trainer.loop import Step
 end, died = Step.end, Path(sys.argv[1])
 def dying(step, *arguments):
     if step.run.progress.step == 2 and step.run.rank == 1 and not died.exists():

@@ -289,9 +289,9 @@ def test_two_ranks_with_engine_processes_do_what_they_do_without(tmp_path):
 ABSENT = """
 import os, sys, time
 from rlplus.train.config import load_config
-from rlplus.train.rollout import clock
+from rlplus.train.rollout import push
 from rlplus.train.trainer import open_run
-clock.GRACE_S = 1.0
+push.GRACE_S = 1.0
 with open_run(load_config(sys.argv[1])) as run:
     if run.rank == 1:
         time.sleep(600)  # hangs, and does not come to the gather

@@ -25,7 +25,7 @@ from rlplus.train.trainer.loop import train_step
 @pytest.fixture(autouse=True)
 def engines(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """Rewards such that every algorithm has a gradient, and an engine in this process, of the dtype in the fixture."""
-    monkeypatch.setattr("rlplus.train.trainer.step.score", draw_rewards)
+    monkeypatch.setattr("rlplus.train.trainer.loop.score", draw_rewards)
     return engine_in_this_process(monkeypatch)
 
 

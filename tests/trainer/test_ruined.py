@@ -112,7 +112,7 @@ def test_a_run_without_any_reward_says_so(tmp_path: Path, monkeypatch: pytest.Mo
         for sample in samples:
             sample.reward, sample.status = float("nan"), "crash"
 
-    monkeypatch.setattr("rlplus.train.trainer.step.score", mask)
+    monkeypatch.setattr("rlplus.train.trainer.loop.score", mask)
     train(run_config(tmp_path, algorithm={"preset": "grpo"}, train={"steps": 4}))
     told = " ".join(capsys.readouterr().err.split())
     assert "in each group are equal (no reward in this step; 100% of the responses not graded, " in told

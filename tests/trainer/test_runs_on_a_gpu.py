@@ -20,7 +20,7 @@ def test_a_run_verifies_and_resumes_with_the_same_bits(
 ) -> None:
     if package := NEEDS.get(name.split(",")[0]):
         pytest.importorskip(package)
-    monkeypatch.setattr("rlplus.train.trainer.step.score", draw_rewards)
+    monkeypatch.setattr("rlplus.train.trainer.loop.score", draw_rewards)
     teacher = make_teacher(tmp_path)
     write_mixture(tmp_path / "mixture")
     write_task(tmp_path)

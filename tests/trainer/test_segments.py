@@ -23,8 +23,7 @@ from rlplus.train.recipe import Batch
 from rlplus.train.rollout import RolloutEngine, make_engine
 from rlplus.train.rollout.transformers_engine import TransformersEngine
 from rlplus.train.trainer import Interrupted, evaluator, open_run, train, validator
-from rlplus.train.trainer.loop import train_step
-from rlplus.train.trainer.step import Step
+from rlplus.train.trainer.loop import Step, train_step
 
 LENGTH, SEGMENT, WAITING = 8, 3, 2  # three segments: 3 + 3 + 2 tokens
 
@@ -59,7 +58,7 @@ def lottery(monkeypatch: pytest.MonkeyPatch) -> None:
     begun = TransformersEngine._begin  # also a `SharedEngine`'s
     monkeypatch.setattr(TransformersEngine, "_begin", begin)
     monkeypatch.setattr("rlplus.train.trainer.run_parts.make_engine", make)
-    monkeypatch.setattr("rlplus.train.trainer.step.score", draw_rewards)
+    monkeypatch.setattr("rlplus.train.trainer.loop.score", draw_rewards)
 
 
 def segmented(folder: Path, output: str, steps: int, **sections: Any) -> Config:

@@ -155,7 +155,7 @@ def test_a_second_signal_does_not_wait_unless_it_is_the_same_one(tmp_path, monke
         kill_at(patch, "generate", 2)
         patch.setattr(rlplus.train.checkpoint, "save", signalled_again)
         if apart:
-            patch.setattr("rlplus.train.trainer.stop.ONE_SIGNAL_S", 0.0)
+            patch.setattr("rlplus.train.trainer.progress.ONE_SIGNAL_S", 0.0)
         with pytest.raises(Interrupted) as stop:
             train(config)
     assert stop.value.signal == (signal.SIGINT if apart else signal.SIGTERM)

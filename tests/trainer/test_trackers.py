@@ -13,11 +13,11 @@ import pytest
 from engine_runs import changed
 from trainer_runs import environment, metrics, on_ranks, run_config
 
+from rlplus.common.agree import initialize_distributed
 from rlplus.tools.cli import TRAIN, main
 from rlplus.train.trainer import train
 from rlplus.train.trainer.metrics import RunLog
 from rlplus.train.trainer.progress import Progress
-from rlplus.train.trainer.ranks import initialize_distributed
 from rlplus.train.trainer.reporter import Reporter
 from rlplus.train.trainer.trackers import open_trackers
 

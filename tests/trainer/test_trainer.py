@@ -27,7 +27,7 @@ from rlplus.train.learner.policy import Policy
 from rlplus.train.recipe import Update, set_advantages
 from rlplus.train.rollout.transformers_engine import TransformersEngine
 from rlplus.train.trainer import Interrupted, Run, open_run, train
-from rlplus.train.trainer.step import Step
+from rlplus.train.trainer.loop import Step
 
 
 @pytest.fixture
@@ -352,7 +352,7 @@ def test_truncated_importance_weights_are_logged(tmp_path, monkeypatch):
         for i, sample in enumerate(samples):
             sample.reward = float(i % 2)
 
-    monkeypatch.setattr("rlplus.train.trainer.step.score", draw_rewards)
+    monkeypatch.setattr("rlplus.train.trainer.loop.score", draw_rewards)
     sections: dict[str, Any] = {"rollout": {"max_logprob_gap": 1.0}, "train": {"steps": 1}}
     capped = {"preset": "grpo", "objective": {"mismatch_cap": 1.2}}
     (row,) = metrics(train(run_config(tmp_path, "capped", algorithm=capped, **sections)))

@@ -21,9 +21,9 @@ from rlplus.train.data import Example
 from rlplus.train.evaluation.known import known_benchmarks
 from rlplus.train.rollout import Completion, Request
 from rlplus.train.trainer import Run, open_run, train, validator
+from rlplus.train.trainer.loop import Step
 from rlplus.train.trainer.progress import Progress
 from rlplus.train.trainer.run_folder import state_to_resume
-from rlplus.train.trainer.step import Step
 
 
 def validated(folder: Path, output: str = "run", every: int = 1, name: str = "held_out", **sections: Any) -> Config:

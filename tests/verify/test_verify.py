@@ -26,7 +26,7 @@ from rlplus.train.learner import batch, make_micro_batches
 from rlplus.train.learner import policy as learner_policy
 from rlplus.train.learner.policy import Policy
 from rlplus.train.recipe import plain
-from rlplus.train.trainer import step, train
+from rlplus.train.trainer import loop, train
 
 ALL = 100  # more sequences than there are
 SIZES = {"engine": "transformers", "group_size": 4, "max_response_length": 8}
@@ -122,8 +122,8 @@ def advantage_of_another(policy: Policy, batch: MicroBatch, objective: Any) -> A
 MODEL_INPUTS, CONSTANTS = MicroBatch.model_inputs, Policy.constants
 BACKWARD = deepspeed.DeepSpeedEngine.backward
 MISTAKES: dict[str, tuple[Any, str, Callable[..., Any]]] = {  # keys: the first quantity that is wrong
-    "tokens in micro-batches": (step, "make_micro_batches", shifted),
-    "tokens in micro-batches, dropped": (step, "make_micro_batches", without_the_first),
+    "tokens in micro-batches": (loop, "make_micro_batches", shifted),
+    "tokens in micro-batches, dropped": (loop, "make_micro_batches", without_the_first),
     "advantage": (plain, "group_advantages", without_std),
     "token weight": (batch, "token_weights", half_denominator),
     "logprob": (MicroBatch, "model_inputs", leaking),
@@ -276,7 +276,7 @@ GIVEN: dict[str, tuple[dict[str, Any], str]] = {
 
 
 def verified(folder: Path, monkeypatch: pytest.MonkeyPatch, **sections: Any) -> verify.Verification:
-    monkeypatch.setattr("rlplus.train.trainer.step.score", draw_rewards)
+    monkeypatch.setattr("rlplus.train.trainer.loop.score", draw_rewards)
     verification = verify_run(train(run_config(folder, **sections)), sequences=ALL)
     assert not verification.wrong
     return verification
@@ -338,6 +338,6 @@ def test_a_step_without_an_update_is_named(run, monkeypatch):
         for sample in samples:
             sample.reward = 1.0
 
-    monkeypatch.setattr(step, "score", right)
+    monkeypatch.setattr(loop, "score", right)
     with pytest.raises(ValueError, match="step 3 has no update to verify: the rewards in each group are equal"):
         verify_run(run)

@@ -71,13 +71,13 @@ def run(args: argparse.Namespace) -> None:
 
 def _evaluate(config: "Config", model: str | None, output: Path, overwrite: bool, own: bool) -> None:
     """Evaluate until a signal comes, print the table and write the results. own: the model has no configuration."""
+    from rlplus.common.agree import initialize_distributed
     from rlplus.common.terminal import Terminal, counter
     from rlplus.train.config import SAMPLES, check_evaluation_files
     from rlplus.train.evaluation.results import save_results
     from rlplus.train.evaluation.sample import evaluate_model
     from rlplus.train.evaluation.table import result_table
-    from rlplus.train.trainer.ranks import initialize_distributed
-    from rlplus.train.trainer.stop import ended_by_signals
+    from rlplus.train.trainer.progress import ended_by_signals
 
     main = rank_variables.rank() == 0
     say = Terminal(stderr=True).print

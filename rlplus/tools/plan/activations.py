@@ -22,8 +22,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from rlplus.loss.head.causal_lm import body_of
 from rlplus.train.data import MicroBatch
-from rlplus.train.learner.packed_attention import LONG_ROW
-from rlplus.train.learner.packed_model import PackedModel
+from rlplus.train.learner.packed_model import LONG_ROW, PackedModel
 from rlplus.train.rollout import whole_model
 
 COUNTED = "rlplus_counted"  # the name under which transformers finds the stand-in for the attention kernel

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from rlplus.common import agree
+from rlplus.common.agree import initialize_distributed
 from rlplus.tools.plan.likelihood import Likelihood, likelihood
 from rlplus.train.config import Config
 from rlplus.train.data import (
@@ -25,8 +26,7 @@ from rlplus.train.data.choices import hidden_choices
 from rlplus.train.data.row_files import read_rows
 from rlplus.train.evaluation.known import known_benchmarks, refusal
 from rlplus.train.reward import RewardOrStatus, Scorer, unreadable_answers
-from rlplus.train.trainer.prompt_pool import Prompts, select_prompts
-from rlplus.train.trainer.ranks import initialize_distributed
+from rlplus.train.trainer.run_parts import Prompts, select_prompts
 
 SHOWN = 3
 LOOKED_AT = 200  # rows whose other columns are read

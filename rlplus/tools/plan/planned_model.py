@@ -10,9 +10,8 @@ from transformers import PretrainedConfig, PreTrainedModel
 from rlplus.tools.plan.activations import Activations, count_activations, count_inference, meta_model
 from rlplus.train.algorithm import HeadKind
 from rlplus.train.config import Config
-from rlplus.train.learner.adapters import add_adapters
-from rlplus.train.learner.quantized import BITS
-from rlplus.train.learner.value_head import add_value_head
+from rlplus.train.learner.adapters import BITS, add_adapters
+from rlplus.train.learner.pretrained import add_value_head
 
 
 class Model:

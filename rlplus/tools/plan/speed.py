@@ -4,8 +4,8 @@ from rlplus.tools.plan.cluster import NODE, Cluster
 from rlplus.tools.plan.memory import ADAM_BYTES, Memory, head_tokens, sequence_bytes
 from rlplus.tools.plan.planned_model import Model
 from rlplus.train.config import Config
+from rlplus.train.learner.batch import needs_statistics
 from rlplus.train.learner.deepspeed_settings import deepspeed_config
-from rlplus.train.learner.statistics import needs_statistics
 
 GEMM_EFFICIENCY = 0.45  # share of the bf16 peak: training of dense models reaches 0.4 to 0.5 on A100. Assumed
 MEMORY_EFFICIENCY = 0.6  # share of the memory's bandwidth, in decoding and in the optimizer. Assumed

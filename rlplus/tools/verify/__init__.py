@@ -18,8 +18,8 @@ from rlplus.train.config import Config, check_training_files
 from rlplus.train.learner.adapters import add_adapters
 from rlplus.train.learner.pretrained import load_model
 from rlplus.train.trainer import Interrupted, Run, open_run
+from rlplus.train.trainer.progress import StepGivenUp
 from rlplus.train.trainer.run_folder import config_in
-from rlplus.train.trainer.stop import StepGivenUp
 
 __all__ = ["Row", "Verification", "verify_run"]
 

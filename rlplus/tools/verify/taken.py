@@ -17,7 +17,7 @@ from rlplus.train.data import MicroBatch, Sample, per_token
 from rlplus.train.learner import has_gradient
 from rlplus.train.recipe import Batch, Update
 from rlplus.train.trainer import Run
-from rlplus.train.trainer.step import Step
+from rlplus.train.trainer.loop import Step
 
 
 class Place(NamedTuple):

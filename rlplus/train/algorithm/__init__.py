@@ -29,8 +29,7 @@ from rlplus.train.algorithm.presets import ALGORITHMS, Algorithm, algorithm
 from rlplus.train.algorithm.recipe_base import HeadKind, RecipeOptions
 
 if TYPE_CHECKING:
-    from rlplus.train.algorithm.critic_formulas import generalized_advantages, value_loss
-    from rlplus.train.algorithm.prime_formulas import outcome_loss, process_advantages
+    from rlplus.train.algorithm.formulas import generalized_advantages, outcome_loss, process_advantages, value_loss
 
 __all__ = [
     "ALGORITHMS",
@@ -64,7 +63,6 @@ __all__ = [
 __getattr__, __dir__ = lazy_names(
     __name__,
     {
-        "critic_formulas": ("generalized_advantages", "value_loss"),
-        "prime_formulas": ("outcome_loss", "process_advantages"),
+        "formulas": ("generalized_advantages", "outcome_loss", "process_advantages", "value_loss"),
     },
 )

@@ -300,10 +300,6 @@ class LogConfig(Section):
     trackio: Text | None = None
     """Project of Trackio; needs `pip install -e ".[trackio]"`. It stays on disk unless TRACKIO_SPACE_ID is set."""
 
-    def keeps_samples(self, step: int) -> bool:
-        """Whether a step's samples are kept; steps count from 1."""
-        return self.samples_every > 0 and (step == 1 or step % self.samples_every == 0)
-
 
 class Sections(Section):
     """One run, whose sections may still contradict each other."""

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from rlplus.train.data.ends import ends_text, find_ends, turn_end, turn_warning
     from rlplus.train.data.examples import Example, load_examples, read_examples
     from rlplus.train.data.load_report import LoadReport
-    from rlplus.train.data.packing import MicroBatch, Sample, balance, pack
+    from rlplus.train.data.packing import balance, pack
     from rlplus.train.data.problems import distinct, found_columns, load_problems, read_problems
     from rlplus.train.data.prompts import with_response
     from rlplus.train.data.sample_store import (
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
         read_kept,
         write_kept,
     )
+    from rlplus.train.data.sample_types import MicroBatch, Sample, per_token
     from rlplus.train.data.sampler import PromptSampler, variants
-    from rlplus.train.data.token_columns import per_token
     from rlplus.train.data.tokenizer import byte_tokenizer, load_tokenizer, response_text, token_texts
 
 __all__ = [
@@ -79,10 +79,10 @@ __getattr__, __dir__ = lazy_names(
         "ends": ("ends_text", "find_ends", "turn_end", "turn_warning"),
         "examples": ("Example", "load_examples", "read_examples"),
         "load_report": ("LoadReport",),
-        "token_columns": ("per_token",),
-        "packing": ("MicroBatch", "Sample", "balance", "pack"),
+        "packing": ("balance", "pack"),
         "problems": ("distinct", "found_columns", "load_problems", "read_problems"),
         "prompts": ("with_response",),
+        "sample_types": ("MicroBatch", "Sample", "per_token"),
         "sampler": ("PromptSampler", "variants"),
         "tokenizer": ("byte_tokenizer", "load_tokenizer", "response_text", "token_texts"),
     },

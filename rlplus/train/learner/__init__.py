@@ -20,11 +20,10 @@ if TYPE_CHECKING:
         weights_fingerprint,
         write_pretrained,
     )
-    from rlplus.train.learner.prime_model import ProcessModel
+    from rlplus.train.learner.recipe_models import ProcessModel, ValueModel
     from rlplus.train.learner.served_teacher import GivenTeacher, ServedTeacher
     from rlplus.train.learner.stored_teacher import StoredTeacher
     from rlplus.train.learner.teacher import SelfTeacher, Teacher, divergence_of
-    from rlplus.train.learner.value_model import ValueModel
 
 __all__ = [
     "GivenTeacher",
@@ -67,10 +66,9 @@ __getattr__, __dir__ = lazy_names(
             "weights_fingerprint",
             "write_pretrained",
         ),
-        "prime_model": ("ProcessModel",),
+        "recipe_models": ("ProcessModel", "ValueModel"),
         "served_teacher": ("GivenTeacher", "ServedTeacher"),
         "stored_teacher": ("StoredTeacher",),
         "teacher": ("SelfTeacher", "Teacher", "divergence_of"),
-        "value_model": ("ValueModel",),
     },
 )

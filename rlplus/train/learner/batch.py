@@ -1,8 +1,14 @@
-"""Samples to micro-batches: the weight of each token, and which rank trains on which sample."""
+"""Samples to micro-batches: the weight of each token, and which rank trains on which sample.
+
+And loss inputs from a forward pass before an update: ratios of whole sequences, and tokens of high entropy. The op
+handles single tokens, so all of this is passed to it as per-token constants: an old_logprob and an engine_logprob that
+give every token its sequence's ratio, and an advantage of 0 for tokens that are left out.
+"""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
+from math import ceil
 from typing import Literal
 
 import torch
@@ -15,7 +21,7 @@ from rlplus.loss.objective.objective import Reduction
 from rlplus.train.algorithm import Algorithm
 from rlplus.train.config import Config
 from rlplus.train.data import MicroBatch, Sample, balance, pack, per_token
-from rlplus.train.data.token_columns import compact
+from rlplus.train.data.sample_types import compact
 
 
 def make_micro_batches(
@@ -82,9 +88,7 @@ def by_sample(
     Collective. With train.sequence_parallel > 1 the ranks of a group pass the same samples, and each computes a part.
     """
     results = [torch.empty(0, dtype=torch.float32)] * len(samples)
-    for batch in even_batches(
-        samples, [torch.ones(len(s.response), dtype=torch.float32) for s in samples], config, pad_id, device
-    ):
+    for batch in even_batches(samples, ones(samples), config, pad_id, device):
         values, sequence = compute(batch).cpu(), batch.sequence.cpu()
         for index in sequence[batch.token_weight.cpu() != 0].unique().tolist():  # none in a dummy
             results[index] = values[sequence == index]
@@ -99,14 +103,7 @@ def even_batches(
 ) -> list[MicroBatch]:
     """Pack this rank's samples; all ranks get the same number of micro-batches, some of them a `dummy`. Collective."""
     parallel = config.train.sequence_parallel
-    batches = pack(
-        samples,
-        token_weight,
-        row_length=config.max_sample_length,
-        tokens_per_micro_batch=config.train.tokens_per_micro_batch * parallel,
-        pad_id=pad_id,
-        multiple=parallel,
-    )
+    batches = _packed(samples, token_weight, config, pad_id, config.train.tokens_per_micro_batch * parallel)
     most = int(agree.largest(len(batches)))
     # A rank with fewer micro-batches runs dummies, backward pass included: a rank that skips one deadlocks ZeRO.
     batches += [dummy(pad_id, parallel) for _ in range(most - len(batches))]
@@ -117,16 +114,27 @@ def forward_batches(
     samples: Sequence[Sample], config: Config, pad_id: int, device: torch.device, tokens_per_micro_batch: int
 ) -> list[MicroBatch]:
     """Micro-batches for the logprobs of this rank's samples, in order of `MicroBatch.sequence`; no weights."""
-    parallel = config.train.sequence_parallel
-    batches = pack(
-        samples,
-        [torch.ones(len(s.response), dtype=torch.float32) for s in samples],
-        row_length=config.max_sample_length,
-        tokens_per_micro_batch=tokens_per_micro_batch,
-        pad_id=pad_id,
-        multiple=parallel,
-    )
+    batches = _packed(samples, ones(samples), config, pad_id, tokens_per_micro_batch)
     return [batch.to(device) for batch in own_shards(batches, config)]
+
+
+def ones(samples: Sequence[Sample]) -> list[Tensor]:
+    """The weight 1 for each response token of each sample, fp32."""
+    return [torch.ones(len(sample.response), dtype=torch.float32) for sample in samples]
+
+
+def _packed(
+    samples: Sequence[Sample], token_weight: Sequence[Tensor], config: Config, pad_id: int, tokens: int
+) -> list[MicroBatch]:
+    """This rank's samples in micro-batches of at most so many tokens."""
+    return pack(
+        samples,
+        token_weight,
+        row_length=config.max_sample_length,
+        tokens_per_micro_batch=tokens,
+        pad_id=pad_id,
+        multiple=config.train.sequence_parallel,
+    )
 
 
 def own_shards(batches: list[MicroBatch], config: Config) -> list[MicroBatch]:
@@ -219,8 +227,89 @@ def _token_weights(samples: Sequence[Sample], totals: _Totals, algorithm: Algori
     return list(weight.split(lengths.tolist()))
 
 
-def dummy(pad_id: int, multiple: int = 1) -> MicroBatch:
+def dummy(pad_id: int, multiple: int) -> MicroBatch:
     """A micro-batch of one token of weight 0."""
     sample = Sample([pad_id], [pad_id], 0, False, False, None, value=[0.0], returns=[0.0])
     weight = [torch.zeros(1, dtype=torch.float32)]
     return pack([sample], weight, row_length=2, tokens_per_micro_batch=2, pad_id=pad_id, multiple=multiple)[0]
+
+
+def needs_statistics(algorithm: Algorithm, on_policy: bool) -> bool:
+    """Whether an update needs the current policy's logprobs and entropies first. on_policy: it has sampled the batch.
+
+    On policy, the ratios of sequences and of tokens are all 1, with the same gradient.
+    """
+    engine = algorithm.objective.mismatch_cap is not None and algorithm.mismatch_level != "token"
+    sequences = algorithm.ratio_level == "sequence" or engine
+    return algorithm.selects_tokens or (engine if on_policy else sequences)
+
+
+def counted(batch: MicroBatch, *, external: bool) -> Tensor:
+    """(N,) bool: the demonstrated or the sampled tokens that have a loss."""
+    return (batch.token_weight != 0) & (batch.external == external)
+
+
+def set_statistics(
+    batches: Sequence[MicroBatch], statistics: Sequence[tuple[Tensor, Tensor]], algorithm: Algorithm, parallel: int
+) -> None:
+    """Change the constants of an update's micro-batches. Collective.
+
+    statistics: logprob (N,) and entropy (N,) of each under the current policy. parallel: the number of
+    neighbouring ranks that share the sequences of a micro-batch.
+    """
+    for batch, (logprob, _) in zip(batches, statistics, strict=True):
+        _set_sequence_ratios(batch, logprob, algorithm, parallel)
+    entropies = [entropy for _, entropy in statistics]
+    if algorithm.top_entropy < 1:
+        for batch, low in zip(batches, _low(batches, entropies, algorithm.top_entropy, external=False), strict=True):
+            batch.advantage = batch.advantage.masked_fill(low, 0.0)
+            weight = batch.token_weight if batch.entropy_weight is None else batch.entropy_weight
+            batch.entropy_weight = weight.masked_fill(low, 0.0)
+    if (share := algorithm.external_top_entropy) < 1:
+        for batch, low in zip(batches, _low(batches, entropies, share, external=True), strict=True):
+            batch.advantage = batch.advantage.masked_fill(low, 0.0)
+
+
+def _set_sequence_ratios(batch: MicroBatch, logprob: Tensor, algorithm: Algorithm, parallel: int) -> None:
+    """Make exp(logprob - old_logprob) the sequence's ratio, with the slope of GSPO's s sg(1/p) p.
+
+    exp(old_logprob - engine_logprob) becomes the sequence's weight, or stays the token's.
+    """
+    sampled = counted(batch, external=False)
+    old = logprob if batch.old_logprob is None else batch.old_logprob
+    gap = old - batch.engine_logprob
+    if algorithm.mismatch_level != "token":
+        gap = over_sequences(gap, batch, sampled, mean=algorithm.mismatch_level == "geometric", parallel=parallel)
+        gap = gap.masked_fill(batch.external, torch.nan)
+    if algorithm.ratio_level == "sequence" and batch.old_logprob is not None:
+        old = logprob - over_sequences(logprob - old, batch, sampled, mean=True, parallel=parallel)
+    if algorithm.ratio_level == "sequence" or algorithm.mismatch_level != "token":
+        batch.old_logprob = old if batch.old_logprob is None else old.where(~batch.external, batch.old_logprob)
+        batch.engine_logprob = old - gap
+
+
+def over_sequences(values: Tensor, batch: MicroBatch, on: Tensor, *, mean: bool, parallel: int) -> Tensor:
+    """(N,) -> (N,): for each token the sum or mean over the tokens of its sequence that are `on`, on all ranks."""
+    own = values.new_zeros(2, int(batch.sequence.max()) + 1 if len(values) else 0, dtype=torch.float64)
+    own[0].index_add_(0, batch.sequence[on], values[on].double())
+    own[1].index_add_(0, batch.sequence, on.double())
+    parts = [own] if parallel == 1 else [part.to(own.device) for part in agree.gathered(own.cpu(), parallel)]
+    sums = own.new_zeros(2, max(part.shape[1] for part in parts))
+    for part in parts:
+        sums[:, : part.shape[1]] += part
+    result = sums[0] / sums[1] if mean else sums[0]
+    return result[batch.sequence].to(values.dtype)
+
+
+def _low(batches: Sequence[MicroBatch], entropies: Sequence[Tensor], share: float, *, external: bool) -> list[Tensor]:
+    """(N,) bool for each batch: tokens of the kind below the lowest entropy in the kind's top share. Collective.
+
+    The share is of all ranks' tokens.
+    """
+    kinds = [counted(batch, external=external) for batch in batches]
+    own = torch.cat([entropy[on] for entropy, on in zip(entropies, kinds, strict=True)]).cpu()
+    ordered = torch.cat(agree.gathered(own)).sort().values
+    threshold = float(ordered[ceil((len(ordered) - 1) * (1 - share))]) if len(ordered) else 0.0
+    return [
+        (batch.external == external) & (entropy < threshold) for batch, entropy in zip(batches, entropies, strict=True)
+    ]

@@ -19,13 +19,12 @@ from transformers import PretrainedConfig, PreTrainedModel
 from rlplus.common import activity, agree
 from rlplus.train.config import Config, TrainConfig
 from rlplus.train.data import MicroBatch
-from rlplus.train.learner.adapters import add_adapters
+from rlplus.train.learner.adapters import add_adapters, check_installed, quantize
 from rlplus.train.learner.deepspeed_settings import check_eight_bit, deepspeed_config
 from rlplus.train.learner.gradients import in_fp32, take_fp32_gradients, without_bf16_optimizer
-from rlplus.train.learner.packed_model import PackedModel
+from rlplus.train.learner.packed_model import PackedModel, check_both_ways
 from rlplus.train.learner.pretrained import in_shards, load_model, restore_buffers
-from rlplus.train.learner.quantized import check_installed, quantize
-from rlplus.train.learner.sequence import SequenceGroup, check_both_ways
+from rlplus.train.learner.sequence import SequenceGroup
 from rlplus.train.learner.sharded_head import ShardedHead
 
 

@@ -21,11 +21,10 @@ from rlplus.train.learner.adapters import adapter_weights, merged_weights, witho
 from rlplus.train.learner.dropout import dropout_of
 from rlplus.train.learner.gradients import with_head_gradient
 from rlplus.train.learner.learner import Learner, Optimization, this_device
-from rlplus.train.learner.packed_model import PackedModel
+from rlplus.train.learner.packed_model import PackedModel, probe_batch
 from rlplus.train.learner.pretrained import load_model, write_model
-from rlplus.train.learner.sequence import probe_batch
 from rlplus.train.learner.widened import widened
-from rlplus.train.rollout.engine_adapters import Adapters
+from rlplus.train.rollout.vllm_options import Adapters
 
 
 class Policy(Learner):

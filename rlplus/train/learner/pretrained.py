@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from safetensors import SafetensorError
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -292,6 +292,16 @@ def make_scratch_model(scratch: ScratchModel, tokenizer: PreTrainedTokenizerBase
                 pad_token_id=tokenizer.pad_token_id,
             )
         )
+
+
+def add_value_head(lm: PreTrainedModel, seed: int) -> None:
+    """Replace the model's head by one of width 1 without bias: normal of std 1 / (H + 1), the same on every rank."""
+    width = lm.get_output_embeddings().in_features
+    weight = torch.randn(1, width, generator=torch.Generator().manual_seed(seed)) / (width + 1)
+    head = nn.utils.skip_init(nn.Linear, width, 1, bias=False, device=lm.device, dtype=lm.dtype)
+    with torch.no_grad():
+        head.weight.copy_(weight)
+    lm.set_output_embeddings(head)
 
 
 def read_model_config(path: str, trust_remote_code: bool, key: str = "model.path") -> PretrainedConfig:

@@ -1,10 +1,9 @@
-"""Sequence parallelism (DeepSpeed-Ulysses), and a check that packed sequences do not attend to each other.
+"""Sequence parallelism (DeepSpeed-Ulysses).
 
-Under sequence parallelism each of s neighbouring ranks has L / s columns of a micro-batch's rows. Around the attention,
+Each of s neighbouring ranks has L / s columns of a micro-batch's rows. Around the attention,
 and only there, all-to-all exchanges turn "all heads of some columns" into "some heads of all columns" and back.
 """
 
-from collections.abc import Callable
 from functools import wraps
 from typing import Any
 
@@ -16,7 +15,7 @@ from transformers.masking_utils import create_causal_mask
 from transformers.modeling_flash_attention_utils import prepare_fa_kwargs_from_position_ids
 
 from rlplus.common import agree
-from rlplus.train.data import MicroBatch, Sample, pack
+from rlplus.train.data import MicroBatch
 
 
 class SequenceGroup:
@@ -104,61 +103,3 @@ class _AllToAll(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         return _AllToAll.apply(grads[0].contiguous(), ctx.group), None
-
-
-def probe_batch(vocabulary: int, parallel: int, ends: int = 0) -> MicroBatch:
-    """This rank's shard of a packed row of two short sequences.
-
-    ends: the token at both ends of the first sequence. A convolution in the second one would see its last token.
-    """
-    lengths = (5 * parallel, 3 * parallel)  # the first one extends over the border of a shard
-    first, second = ([i % vocabulary for i in range(2, n + 2)] for n in lengths)
-    first[0] = first[-1] = ends % vocabulary
-    samples = [Sample(ids[:1], ids[1:], 0, False, False, None) for ids in (first, second)]
-    weight = [torch.ones(len(s.response), dtype=torch.float32) for s in samples]
-    (batch,) = pack(
-        samples, weight, row_length=sum(lengths), tokens_per_micro_batch=sum(lengths), pad_id=0, multiple=parallel
-    )
-    return batch.shard(dist.get_rank() % parallel, parallel) if parallel > 1 else batch
-
-
-def check_both_ways(
-    model: Any, call: Callable[..., Tensor], device: torch.device, vocabulary: int, parallel: int, attention: str
-) -> None:
-    """`check_attention` for each way in which a `PackedModel` may keep sequences apart. call: it, or what wraps it."""
-    masks = model.masks
-    for model.masks in (True, False) if masks is None else (masks,):
-        check_attention(
-            lambda batch: call(batch.to(device), lambda hidden, *_, **__: hidden), vocabulary, parallel, attention
-        )
-    model.masks = masks
-
-
-@torch.no_grad()
-def check_attention(hidden: Callable[[MicroBatch], Tensor], vocabulary: int, parallel: int, attention: str) -> None:
-    """ValueError unless each sequence of a packed row attends to its own past and not to the other. Collective.
-
-    hidden: shard of a micro-batch -> hidden states (N, H) of its `rows`. An attention implementation, or a model's own
-    code, that ignores restarting positions would train on the wrong context without any error.
-    """
-
-    def states(ends: int) -> tuple[Tensor, Tensor]:
-        shard = probe_batch(vocabulary, parallel, ends)
-        return hidden(shard).float(), shard.sequence
-
-    base, sequence = states(0)
-    changed, _ = states(1)
-    change = (changed - base).abs()
-    scale = float(base.abs().max()) if len(base) else 1.0
-    leaks = bool((change[sequence == 1] > 1e-3 * scale).any())
-    own = change[sequence == 0]
-    blind = len(own) > 0 and not bool((own[-1] > 0).any())
-    leaks = bool(agree.largest(leaks))
-    blind = bool(agree.largest(blind))
-    if leaks or blind:
-        problem = "see each other" if leaks else "do not see their own past"
-        raise ValueError(
-            f"packed sequences {problem} under model.attention={attention} with this model: want an attention that "
-            "keeps sequences apart where position_ids restart (transformers' sdpa, eager and flash_attention_2 do, in "
-            "models that hand position_ids on to it)"
-        )

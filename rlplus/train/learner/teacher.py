@@ -13,10 +13,9 @@ from rlplus.loss import Objective, PolicyLoss, linear_divergence, linear_logprob
 from rlplus.train.data import MicroBatch, load_tokenizer
 from rlplus.train.learner.adapters import without_adapters
 from rlplus.train.learner.moving_average import MovingAverage
-from rlplus.train.learner.packed_model import PackedModel
+from rlplus.train.learner.packed_model import PackedModel, check_both_ways
 from rlplus.train.learner.policy import Policy
 from rlplus.train.learner.pretrained import existing_model, load_model, positions, weights_fingerprint
-from rlplus.train.learner.sequence import check_both_ways
 
 KEY = "algorithm.recipe.teacher"
 STATISTICS = Objective("reinforce", "nll", gamma=0.0)  # whose surrogates clip nothing

@@ -11,7 +11,7 @@ from rlplus.loss import PolicyLoss, TokenLoss, token_loss
 from rlplus.train.algorithm import EntropyWeights
 from rlplus.train.config import Config
 from rlplus.train.data import MicroBatch
-from rlplus.train.learner.statistics import counted, over_sequences
+from rlplus.train.learner.batch import counted, over_sequences
 from rlplus.train.recipe.plain import Batch, Recipe, Update
 
 

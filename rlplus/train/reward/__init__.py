@@ -10,7 +10,7 @@ A grader of your own is a function in a module of the folder that the run starts
 
 from rlplus.train.reward.demonstrations import DemonstrationReport, RewardOrStatus, grade_demonstrations, keep_passed
 from rlplus.train.reward.graders.rules import BOX, rules_of
-from rlplus.train.reward.scorer import GraderFailed, Scorer
+from rlplus.train.reward.scorer import GraderFailed, Scorer, score, shape
 from rlplus.train.reward.unreadable import unreadable_answers
 from rlplus.train.reward.worker_handle import Score, Status
 
@@ -25,5 +25,7 @@ __all__ = [
     "grade_demonstrations",
     "keep_passed",
     "rules_of",
+    "score",
+    "shape",
     "unreadable_answers",
 ]

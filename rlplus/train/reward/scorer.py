@@ -5,15 +5,20 @@ import math
 import selectors
 import time
 from collections import Counter, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate, islice
 from typing import Any, Self
 
-from rlplus.common import activity
+from rlplus.common import activity, agree
+from rlplus.common.errors import SharedFailure
+from rlplus.train.algorithm import Shaping
 from rlplus.train.config import RewardConfig
+from rlplus.train.data import Example, Sample
 from rlplus.train.reward.graders.rules import BOX
 from rlplus.train.reward.worker_handle import POLL_S, Item, Score, Status, Worker
+
+LARGEST = 1e18  # magnitude of a reward: its square is a float32
 
 _MAX_CHUNK = 32  # items in one message: fewer wake-ups for short items
 _MAX_CHUNK_LENGTH = 1 << 18  # characters; a longer text travels alone, and alone pays if it does not fit in memory
@@ -238,3 +243,51 @@ class Scorer:
             log.warning("first reward with status %s: %s; more are only counted", score.status, score.detail)
         self.counts[score.status] += 1
         return score
+
+
+def score(samples: Sequence[Sample], examples: Sequence[Example], scorer: Scorer, decode: Callable[..., str]) -> None:
+    """Set every sample's reward and status. Collective.
+
+    Demonstrations and replayed rollouts are not graded again: one that the grader fails on now would get a negative
+    advantage. SharedFailure if grading fails on one rank.
+    """
+    ungraded = [s for s in samples if not s.demonstration and not s.scored]
+    scores: list[Score] = []
+    failure: Exception | None = None
+    try:
+        rows = [examples[s.group] for s in ungraded]
+        prompts = {s.group: decode(examples[s.group].prompt) for s in ungraded}
+        scores = scorer(
+            [decode(s.response) for s in ungraded],
+            [e.answer for e in rows],
+            [e.columns for e in rows],
+            prompts=[prompts[s.group] for s in ungraded],
+            cut=[s.truncated for s in ungraded],
+        )
+        _check_size([*(s.reward for s in samples if s.scored), *(one.value for one in scores)])
+    except ValueError as error:
+        failure = error
+    if what := agree.failures(failure):
+        raise SharedFailure(f"the step's responses could not be graded: {what}") from failure
+    for sample, result in zip(ungraded, scores, strict=True):
+        sample.reward = result.value
+        sample.status = result.status
+        sample.detail = result.detail
+    for sample in samples:
+        if sample.demonstration and not sample.scored:
+            sample.reward = examples[sample.group].demonstration_reward
+            assert not sample.masked, "want graded demonstrations"
+
+
+def _check_size(rewards: Sequence[float]) -> None:
+    """ValueError for a reward whose mean or advantage would overflow; NaN is one that was left out."""
+    if too_large := [reward for reward in rewards if abs(reward) > LARGEST]:
+        raise ValueError(f"want rewards from {-LARGEST:.0e} to {LARGEST:.0e}; got {too_large[0]:g}")
+
+
+def shape(samples: Sequence[Sample], shaping: Shaping, max_response_length: int) -> None:
+    """Shape the rewards; a demonstration of any length gets no penalty for it."""
+    for sample in samples:
+        length = 0 if sample.demonstration else len(sample.response)
+        sample.grade = sample.reward
+        sample.reward = shaping.reward(sample.reward, length, max_response_length)

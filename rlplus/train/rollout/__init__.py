@@ -14,22 +14,25 @@ import torch.distributed as dist
 
 from rlplus.common.errors import RunFailed, install_command
 from rlplus.train.config import RolloutConfig, check_engine, installed_vllm
-from rlplus.train.rollout.custom_engine import Respond, Response, Sampler, Task, make_respond, respond
-from rlplus.train.rollout.engine_adapters import Adapters
+from rlplus.train.rollout.custom_engine import Response, Sampler, make_respond
 from rlplus.train.rollout.protocol import (
     DEFAULT_CACHE_MB,
     LOGIT_BYTES,
     Completion,
     Request,
+    Respond,
     RolloutEngine,
     Sampling,
+    Task,
     check_experts,
     check_kept,
     check_requests,
     check_responses,
+    respond,
     whole_model,
 )
 from rlplus.train.rollout.push import checked_weights, ranks_here
+from rlplus.train.rollout.vllm_options import Adapters
 
 __all__ = [
     "DEFAULT_CACHE_MB",

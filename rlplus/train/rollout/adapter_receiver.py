@@ -11,8 +11,8 @@ from vllm.lora.lora_model import LoRAModel
 from vllm.lora.peft_helper import PEFTHelper
 from vllm.lora.utils import parse_fine_tuned_lora_name
 
-from rlplus.train.rollout.engine_adapters import Adapters, refusal
 from rlplus.train.rollout.push import checked_weights
+from rlplus.train.rollout.vllm_options import Adapters, no_adapters
 
 SHOWN = 3  # layers, in a message
 
@@ -33,7 +33,9 @@ class AdapterReceiver:
         if left:
             more = f" and {len(left) - SHOWN} more" if len(left) > SHOWN else ""
             shown = ", ".join([*left][:SHOWN])
-            raise ValueError(refusal(f"its {type(model).__name__} has no layer with room for those of {shown}{more}"))
+            raise ValueError(
+                no_adapters(f"its {type(model).__name__} has no layer with room for those of {shown}{more}")
+            )
 
     def _layer(self, name: str) -> str:
         """vLLM's name of the layer that the A or B of that name belongs to."""

@@ -11,9 +11,8 @@ The function gets a `Sampler` and the responses, which are empty; inserted token
 
 import math
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
 
 from transformers import PreTrainedTokenizerBase
 
@@ -22,21 +21,7 @@ from rlplus.common.errors import RunFailed
 from rlplus.common.kept_sets import KeptSets
 from rlplus.common.lazy import import_function
 from rlplus.train.config import EnvironmentConfig
-from rlplus.train.rollout.protocol import Completion, Request, RolloutEngine, Sampling
-
-
-class Task(Protocol):
-    """The problem of a response, such as an `Example`: token ids of the prompt, and the data's answer.
-
-    columns: the values of `data.columns`.
-    """
-
-    @property
-    def prompt(self) -> Sequence[int]: ...
-    @property
-    def answer(self) -> str: ...
-    @property
-    def columns(self) -> Mapping[str, Any]: ...
+from rlplus.train.rollout.protocol import Completion, Request, Respond, RolloutEngine, Sampling, Task, respond
 
 
 @dataclass
@@ -128,17 +113,6 @@ class Sampler:
 
 RolloutFunction = Callable[[Sampler, list[Response]], None]
 """Makes every response, which comes empty: with the sampler, with `Response.insert`, or by filling its lists itself."""
-
-
-Respond = Callable[[RolloutEngine, Sequence[Task], Sequence[Request], Sampling], list[list[Completion]]]
-"""Engine, tasks, a request with the prompt of each, sampling -> the responses to each."""
-
-
-def respond(
-    engine: RolloutEngine, tasks: Sequence[Task], requests: Sequence[Request], sampling: Sampling
-) -> list[list[Completion]]:
-    """The engine's responses to the prompts."""
-    return engine.generate(requests, sampling)
 
 
 def make_respond(

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from rlplus.common.errors import install_command
-from rlplus.train.rollout.clock import rank
+from rlplus.train.rollout.push import rank
 from rlplus.train.rollout.server_http import RESTART, Refused
 from rlplus.train.rollout.server_push import TIMEOUT, Control
 

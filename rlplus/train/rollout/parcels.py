@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rlplus.common import agree
-from rlplus.train.rollout.clock import rank
+from rlplus.train.rollout.push import rank
 
 ALIGNMENT = 64  # each parameter's first byte is at a multiple
 PAGE = 4096

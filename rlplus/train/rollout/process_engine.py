@@ -27,10 +27,9 @@ from torch import Tensor
 from rlplus.common import activity
 from rlplus.common.errors import RunFailed
 from rlplus.train.config import RolloutConfig
-from rlplus.train.rollout.clock import GRACE_S, rank
 from rlplus.train.rollout.parcels import NodeWeights, Parcel
 from rlplus.train.rollout.protocol import Completion, Request, Sampling
-from rlplus.train.rollout.push import parameter_shapes, ranks_here, watched
+from rlplus.train.rollout.push import GRACE_S, parameter_shapes, rank, ranks_here, watched
 
 WORKER = "rlplus.train.rollout.engine_worker"
 ATTEMPTS = 3  # tries per request, in case the request itself crashes the engine

@@ -1,10 +1,10 @@
 """The protocol of rollout engines, and the checks that all of them share."""
 
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -119,6 +119,31 @@ class RolloutEngine(Protocol):
     def close(self) -> None:
         """Free the model and the cache. The trainer's process group stays."""
         ...
+
+
+class Task(Protocol):
+    """The problem of a response, such as an `Example`: token ids of the prompt, and the data's answer.
+
+    columns: the values of `data.columns`.
+    """
+
+    @property
+    def prompt(self) -> Sequence[int]: ...
+    @property
+    def answer(self) -> str: ...
+    @property
+    def columns(self) -> Mapping[str, Any]: ...
+
+
+Respond = Callable[[RolloutEngine, Sequence[Task], Sequence[Request], Sampling], list[list[Completion]]]
+"""Engine, tasks, a request with the prompt of each, sampling -> the responses to each."""
+
+
+def respond(
+    engine: RolloutEngine, tasks: Sequence[Task], requests: Sequence[Request], sampling: Sampling
+) -> list[list[Completion]]:
+    """The engine's responses to the prompts."""
+    return engine.generate(requests, sampling)
 
 
 def check_requests(requests: Sequence[Request], sampling: Sampling, *, max_model_len: int, vocabulary: int) -> None:

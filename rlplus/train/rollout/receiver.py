@@ -20,9 +20,9 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 
 from rlplus import __version__
 from rlplus.train.rollout.adapter_receiver import AdapterReceiver
-from rlplus.train.rollout.engine_adapters import Adapters
 from rlplus.train.rollout.parcels import Parcel, shared_memory
 from rlplus.train.rollout.push import BACKEND, Expected, parameter_shapes
+from rlplus.train.rollout.vllm_options import Adapters
 from rlplus.train.rollout.worker_answers import Trainer
 
 logger = logging.getLogger(__name__)

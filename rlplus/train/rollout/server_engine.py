@@ -16,15 +16,14 @@ from rlplus.common import activity, agree
 from rlplus.common.kept_sets import KeptSets
 from rlplus.train.config import RolloutConfig
 from rlplus.train.rollout.answer_fields import BadAnswer, Field, metrics
-from rlplus.train.rollout.clock import rank
 from rlplus.train.rollout.http_engine import HttpEngine
 from rlplus.train.rollout.library_push import LibraryPush
 from rlplus.train.rollout.protocol import Completion, Request, Sampling
-from rlplus.train.rollout.push import BACKEND, EXTENSION
+from rlplus.train.rollout.push import BACKEND, EXTENSION, rank
 from rlplus.train.rollout.server_http import PATIENCE_S, RESTART, VLLM, Requests
 from rlplus.train.rollout.server_push import Control, MemoryPush
 from rlplus.train.rollout.vllm_engine import prompt_seeds
-from rlplus.train.rollout.vllm_returns import check_sampling, no_masks
+from rlplus.train.rollout.vllm_options import check_sampling, no_masks
 
 SERVE = (
     "VLLM_SERVER_DEV_MODE=1 vllm serve {model} --host 127.0.0.1 --tokens-only --skip-tokenizer-init "

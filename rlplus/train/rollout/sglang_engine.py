@@ -17,9 +17,9 @@ from torch import Tensor
 from rlplus.common import activity
 from rlplus.train.config import RolloutConfig
 from rlplus.train.rollout.answer_fields import BadAnswer, Field, metrics
-from rlplus.train.rollout.clock import rank
 from rlplus.train.rollout.http_engine import HttpEngine
 from rlplus.train.rollout.protocol import Completion, Request, Sampling
+from rlplus.train.rollout.push import rank
 from rlplus.train.rollout.server_http import PATIENCE_S, SGLANG, Requests
 from rlplus.train.rollout.server_push import TIMEOUT
 from rlplus.train.rollout.vllm_engine import prompt_seeds

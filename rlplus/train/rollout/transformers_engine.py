@@ -25,7 +25,6 @@ from transformers.utils import logging as transformers_logging
 from rlplus.common import activity
 from rlplus.common.kept_sets import KeptSets
 from rlplus.train.config import RolloutConfig
-from rlplus.train.rollout.clock import Clock
 from rlplus.train.rollout.expert_routing import Recorder
 from rlplus.train.rollout.protocol import (
     DEFAULT_CACHE_MB,
@@ -37,7 +36,7 @@ from rlplus.train.rollout.protocol import (
     check_responses,
     whole_model,
 )
-from rlplus.train.rollout.push import watched
+from rlplus.train.rollout.push import Clock, watched
 
 BLOCK = 256  # probabilities that are added up before one of them is looked for
 ATTENTION = "rlplus_sdpa"  # the name of ours in transformers

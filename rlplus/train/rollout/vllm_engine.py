@@ -20,8 +20,6 @@ from rlplus.common import activity, agree
 from rlplus.common.errors import hint
 from rlplus.common.kept_sets import KeptSets
 from rlplus.train.config import RolloutConfig
-from rlplus.train.rollout.clock import Clock
-from rlplus.train.rollout.engine_adapters import Adapters, lora_request, refusal
 from rlplus.train.rollout.parcels import Parcel
 from rlplus.train.rollout.protocol import (
     DEFAULT_CACHE_MB,
@@ -32,8 +30,18 @@ from rlplus.train.rollout.protocol import (
     check_responses,
     whole_model,
 )
-from rlplus.train.rollout.push import RECEIVER, parameter_shapes, watched
-from rlplus.train.rollout.vllm_returns import EXPERTS, MASKS, check_arguments, check_sampling, no_experts, no_masks
+from rlplus.train.rollout.push import RECEIVER, Clock, parameter_shapes, watched
+from rlplus.train.rollout.vllm_options import (
+    EXPERTS,
+    MASKS,
+    Adapters,
+    check_arguments,
+    check_sampling,
+    lora_request,
+    no_adapters,
+    no_experts,
+    no_masks,
+)
 
 REPLAY = "sampling distribution replay"  # the words of vLLM's messages about the tokens it kept
 CPU_BATCHED_TOKENS = 4096  # vLLM's own default there, of which a whole prompt must not be more
@@ -178,7 +186,7 @@ class VLLMEngine:
             if self._config.routing_replay and "AuxOutput" in str(error):
                 raise ValueError(no_experts(str(error))) from error
             if self._adapters is not None and "LoRA" in str(error):
-                raise ValueError(refusal(str(error))) from error
+                raise ValueError(no_adapters(str(error))) from error
             raise
 
     def _watch_tokens(self, core: Any) -> None:

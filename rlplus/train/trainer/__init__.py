@@ -2,11 +2,10 @@
 
 from rlplus.train.trainer.evaluations import evaluator, validator
 from rlplus.train.trainer.loop import Evaluate, train
-from rlplus.train.trainer.out_of_memory import OutOfMemory, phase_out_of_memory
+from rlplus.train.trainer.progress import Interrupted, OutOfMemory, phase_out_of_memory
 from rlplus.train.trainer.provenance import processor_name
 from rlplus.train.trainer.run import Run
 from rlplus.train.trainer.run_parts import open_run
-from rlplus.train.trainer.stop import Interrupted
 
 __all__ = [
     "Evaluate",

@@ -1,26 +1,30 @@
 """Metrics of a step, over all ranks, for the terminal, metrics.jsonl and TensorBoard."""
 
 import json
+import logging
 import os
+import platform
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from io import BytesIO
 from math import isfinite, sqrt
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+from tensorboard.summary.writer.record_writer import RecordWriter
 from torch import Tensor
+from torch.utils.tensorboard import summary
 
 from rlplus.common import agree
 from rlplus.common.durable import write_text
 from rlplus.common.textfiles import read_text
 from rlplus.loss import PolicyLoss, exploration_weight
 from rlplus.train.data import SAMPLES, KeptSample, MicroBatch, Sample, write_kept
-from rlplus.train.trainer.board import Board
-from rlplus.train.trainer.out_of_memory import naming_phase
-from rlplus.train.trainer.progress import Progress
+from rlplus.train.trainer.progress import Progress, naming_phase
 from rlplus.train.trainer.reporter import RECENT, Reporter
 from rlplus.train.trainer.trackers import Track
 
@@ -158,6 +162,47 @@ def tally_mismatch(tally: Tally, logprob: Tensor, engine_logprob: Tensor | None)
         tally.mean("mismatch/mean", float(gap.abs().sum()), gap.numel())
         tally.mean("mismatch/outside_10pct", float((torch.expm1(gap).abs() > 0.1).sum()), gap.numel())
         tally.maximum("mismatch/max", float(gap.abs().max()))
+
+
+logger = logging.getLogger(__name__)
+
+
+class Board:
+    """A new file of events in `folder`, to which each call appends at once. Events of earlier files from `step` on go.
+
+    Nothing of the run depends on it: after a failure, on a full disk say, it warns and writes no more. torch's own
+    writer has a thread, which then ends with a traceback, and the run with it.
+    """
+
+    def __init__(self, folder: Path, step: int) -> None:
+        self._file = folder / f"events.out.tfevents.{time.time():.0f}.{platform.node()}.{os.getpid()}"
+        self._failed = False
+        version = {"file_version": "brain.Event:2"}
+        begun = {"session_log": SessionLog(status=SessionLog.START)}
+        self._append([Event(**version), Event(step=step, **version), Event(step=step, **begun)])
+
+    def add(self, step: int, metrics: Mapping[str, float]) -> None:
+        """A step's metrics."""
+        self._append([Event(step=step, summary=summary.scalar(name, value)) for name, value in metrics.items()])
+
+    def add_text(self, name: str, text: str, step: int) -> None:
+        """Markdown."""
+        self._append([Event(step=step, summary=summary.text(name, text))])
+
+    def _append(self, events: list[Event]) -> None:
+        if self._failed:
+            return
+        records = RecordWriter(content := BytesIO())
+        for event in events:
+            event.wall_time = time.time()
+            records.write(event.SerializeToString())
+        try:
+            self._file.parent.mkdir(exist_ok=True)
+            with self._file.open("ab") as file:
+                file.write(content.getvalue())
+        except OSError as error:
+            logger.warning("TensorBoard will not see the run from here on: could not write %s: %s", self._file, error)
+            self._failed = True
 
 
 class RunLog:

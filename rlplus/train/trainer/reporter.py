@@ -19,8 +19,7 @@ from rlplus.common import activity
 from rlplus.common.errors import without_passwords
 from rlplus.common.terminal import Terminal, duration
 from rlplus.train.config import PROGRESS
-from rlplus.train.trainer.progress import Progress
-from rlplus.train.trainer.stop import Interrupted
+from rlplus.train.trainer.progress import Interrupted, Progress
 
 BEAT_S = 2.0  # interval of looks at what the run does, and so of the file's versions
 SETTLED_S = 3.0  # age at which a phase gets a line

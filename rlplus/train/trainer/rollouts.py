@@ -1,23 +1,24 @@
-"""The draws of a run: their prompts, the time of their generation and the weights used for it."""
+"""The draws of a run: their prompts, the members of their groups, when these are generated and with which weights."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from itertools import groupby
+from math import nan
 from random import Random
-from typing import Any
+from typing import Any, NamedTuple
 
-import torch
 import torch.distributed as dist
-from torch import Tensor
 
+from rlplus.common.chosen_experts import joined
+from rlplus.common.kept_sets import KeptSets
 from rlplus.train.config import Config
-from rlplus.train.data import Example, MicroBatch, PromptSampler, Sample
+from rlplus.train.data import Example, PromptSampler, Sample
 from rlplus.train.learner import Policy, by_sample
-from rlplus.train.recipe import Ask, Batch, Recipe
-from rlplus.train.rollout import Respond, RolloutEngine
+from rlplus.train.recipe import Ask, Batch, Recipe, demonstration
+from rlplus.train.rollout import Completion, Request, Respond, RolloutEngine, Sampling, check_experts, check_kept
 from rlplus.train.trainer.engine import EngineFailed, SyncedEngine
-from rlplus.train.trainer.groups import Going, begin, generate, room
 from rlplus.train.trainer.metrics import Tally, tally_segments
 
 
@@ -285,12 +286,106 @@ def _share(parts: Sequence[Drawn], rank: int, world: int) -> Drawn:
     )
 
 
-def use_engine_logprob(batch: MicroBatch, demonstrated: Tensor | None = None) -> None:
-    """Set old_logprob of a batch to engine_logprob: the trainer has not the policies that sampled (`Config.stale`).
+def begin(examples: Sequence[Example], asks: Sequence[Ask]) -> list[Sample]:
+    """Every group's members, in order: its rollouts, then its demonstration or a replayed rollout if requested.
 
-    demonstrated (N,): for demonstrated tokens in place of these.
+    A rollout has the tokens of its prefix, if it has one, and no others yet. Until it ends it is `truncated`.
     """
-    batch.old_logprob = batch.engine_logprob
-    if demonstrated is not None:
-        batch.old_logprob = demonstrated.where(batch.external, batch.engine_logprob)
-    batch.engine_logprob = batch.engine_logprob.where(~batch.external, torch.nan)
+    samples = []
+    for group, (example, ask) in enumerate(zip(examples, asks, strict=True)):
+        prefixes = [*ask.prefixes, *[()] * (ask.rollouts - len(ask.prefixes))]
+        samples += [_rollout(example, group, prefix) for prefix in prefixes]
+        if ask.demonstrated:
+            samples.append(demonstration(example, group))
+        if ask.replayed is not None:
+            samples.append(replace(ask.replayed, group=group))
+    return samples
+
+
+def _rollout(example: Example, group: int, prefix: Sequence[int]) -> Sample:
+    """A response that begins with the prefix; the engine has no logprobs of that."""
+    sample = Sample(example.prompt, [*prefix], group, False, True, [nan] * len(prefix))
+    if prefix:
+        sample.external = [True] * len(prefix)
+        if example.behavior_logprob is not None:
+            sample.behavior_logprob = example.behavior_logprob[: len(prefix)]
+    return sample
+
+
+def room(sample: Sample, config: Config) -> int:
+    """The number of tokens that may still be sampled; 0 if the response has ended."""
+    return config.rollout.max_response_length - len(sample.response) if sample.truncated else 0
+
+
+class Going(NamedTuple):
+    """A sample, its example, and the number of tokens to sample for it now, at most."""
+
+    example: Example
+    sample: Sample
+    tokens: int
+
+
+def generate(
+    engine: RolloutEngine, going: Sequence[Going], config: Config, respond: Respond, seed: int, version: int
+) -> list[Sample]:
+    """The samples, continued by one call of the engine; those for which no token is to be sampled as they are.
+
+    Neighbours that are continued alike, such as members of a group that begin, are one request. version: of the
+    engine's weights.
+    """
+    alike = [[*same] for _, same in groupby(going, _alike)]
+    asked = [same for same in alike if same[0].tokens]
+    tasks = [_behind(example, sample.response) for (example, sample, _), *_ in asked]
+    requests = [Request(t.prompt, len(same), same[0].tokens) for t, same in zip(tasks, asked, strict=True)]
+    sampling = Sampling.of_training(config.rollout, seed)
+    given = check_kept(respond(engine, tasks, requests, sampling), sampling, engine.name)
+    answers = iter(check_experts(given, requests, sampling, engine.name))
+    samples = []
+    for same in alike:
+        if same[0].tokens:
+            by = version if config.rollout.segment else None
+            samples += [_extended(each.sample, c, by) for each, c in zip(same, next(answers), strict=True)]
+        else:
+            samples += [each.sample for each in same]
+    return samples
+
+
+def _alike(going: Going) -> tuple[object, ...]:
+    return going.tokens, going.sample.group, going.sample.prompt, going.sample.response
+
+
+def _behind(example: Example, tokens: Sequence[int]) -> Example:
+    return replace(example, prompt=(*example.prompt, *tokens)) if tokens else example
+
+
+def _extended(sample: Sample, c: Completion, version: int | None) -> Sample:
+    """A copy with the completion behind its tokens so far. version: of the weights, if it is to be noted."""
+    before = len(sample.response)
+    new = len(c.tokens)
+    logprob = c.logprob
+    sample = replace(sample, response=[*sample.response, *c.tokens], truncated=c.truncated)
+    if c.reward is not None:
+        sample.reward = c.reward
+        sample.scored = True
+    sample.metrics = c.metrics
+    if c.trained is not None:
+        sample.trained = [True] * before + c.trained
+        logprob = [p if on else nan for p, on in zip(c.logprob, c.trained, strict=True)]
+    sample.engine_logprob = [*(sample.engine_logprob or ()), *logprob]
+    if not isinstance(sample.external, bool):
+        sample.external = [*sample.external, *[False] * new]
+    if sample.behavior_logprob is not None:
+        sample.behavior_logprob = [*sample.behavior_logprob, *[nan] * new]
+    if c.kept is not None:
+        so_far = sample.kept
+        sample.kept = KeptSets()
+        if so_far is None:
+            sample.kept.skip(before)
+        else:
+            sample.kept.extend(so_far)
+        sample.kept.extend(c.kept)
+    if c.experts is not None:
+        sample.experts = joined(sample.experts, c.experts)
+    if version is not None:
+        sample.segments = [*sample.segments, (version, new)]
+    return sample

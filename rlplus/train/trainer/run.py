@@ -19,11 +19,9 @@ from rlplus.train.rollout import Respond, RunFailed
 from rlplus.train.trainer.card import model_card
 from rlplus.train.trainer.engine import SyncedEngine
 from rlplus.train.trainer.metrics import RunLog
-from rlplus.train.trainer.out_of_memory import naming_phase
-from rlplus.train.trainer.progress import Progress
+from rlplus.train.trainer.progress import Interrupted, Progress, StopSignal, naming_phase
 from rlplus.train.trainer.rollouts import Rollouts
 from rlplus.train.trainer.run_folder import RunFolder
-from rlplus.train.trainer.stop import Interrupted, StopSignal
 
 # Parts whose `state()` checkpoints keep, in the order in which their `restore(state)` is called. Each rank has its own
 # state of OF_RANK, in rank-<rank>.pt. The others are equal on all ranks, and in state.json: the entries of "progress"
@@ -126,7 +124,20 @@ class Run:
         states = {name: getattr(self, name).state() for name in STATE}
         own = {name: states.pop(name) for name in OF_RANK}
         rank_state = own if any(state is not None for state in own.values()) else None
-        self.folder.save(engines(self.learners), self.progress.step, states.pop("progress") | states, rank_state)
+        state = states.pop("progress") | states | self.folder.fixed
+        best = state["best"] and checkpoint.name_of(state["best"]["step"])
+        # Parameters that are not trained are in the model's own files, which a resumed run finds unchanged or refuses.
+        unknown = self.config.model.path is not None and self.folder.fixed["weights"] is None
+        checkpoint.save(
+            engines(self.learners),
+            self.folder.checkpoints,
+            self.progress.step,
+            state,
+            self.config.checkpoint.keep,
+            rank_state,
+            spared=best,
+            frozen=unknown,
+        )
 
     def conclude(self) -> None:
         """Write the model and log its path; Interrupted if a signal ended the run."""

@@ -99,15 +99,6 @@ class RunFolder:
         drop_kept(self.path / SAMPLES, after=step)
         self.notes += note_start(self.path / STARTS, step, self.surroundings, devices)
 
-    def save(self, engines: Mapping[str, Any], step: int, state: dict[str, Any], rank_state: Any) -> None:
-        """Write a checkpoint, see `checkpoint.save`. Collective."""
-        best = state["best"] and checkpoint.name_of(state["best"]["step"])
-        # Parameters that are not trained are in the model's own files, which a resumed run finds unchanged or refuses.
-        unknown = self.config.model.path is not None and self.fixed["weights"] is None
-        kept = self.config.checkpoint.keep
-        fixed = state | self.fixed
-        checkpoint.save(engines, self.checkpoints, step, fixed, kept, rank_state, best, frozen=unknown)
-
     def note_result(self, step: int) -> None:
         """Record, on rank 0, that the model of this step was written. It is on the disk before that is."""
         flush_all(self.model)

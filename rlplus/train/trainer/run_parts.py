@@ -4,6 +4,7 @@ import gc
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,10 +13,12 @@ import torch.distributed as dist
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from rlplus.common import agree
+from rlplus.common.agree import initialize_distributed
 from rlplus.common.terminal import Terminal
 from rlplus.train import checkpoint
 from rlplus.train.config import Config, check_trackers
 from rlplus.train.data import (
+    Example,
     PromptSampler,
     ends_text,
     find_ends,
@@ -23,6 +26,7 @@ from rlplus.train.data import (
     load_tokenizer,
     response_text,
     turn_warning,
+    variants,
 )
 from rlplus.train.learner import (
     Learner,
@@ -35,22 +39,66 @@ from rlplus.train.learner import (
 )
 from rlplus.train.learner.resharding import load_resharded
 from rlplus.train.recipe import make_recipe
-from rlplus.train.reward import Scorer
+from rlplus.train.reward import DemonstrationReport, RewardOrStatus, Scorer, grade_demonstrations, keep_passed
 from rlplus.train.rollout import RolloutEngine, make_engine, make_respond
 from rlplus.train.rollout.shared_engine import SharedEngine
 from rlplus.train.trainer.engine import PROBES, NoEngine, SyncedEngine
 from rlplus.train.trainer.metrics import RunLog
-from rlplus.train.trainer.out_of_memory import naming_phase
-from rlplus.train.trainer.progress import Progress
-from rlplus.train.trainer.prompt_pool import Prompts, select_prompts
+from rlplus.train.trainer.progress import Progress, StopSignal, naming_phase
 from rlplus.train.trainer.provenance import device_name
-from rlplus.train.trainer.ranks import initialize_distributed
 from rlplus.train.trainer.reporter import Reporter
 from rlplus.train.trainer.rollouts import Rollouts
 from rlplus.train.trainer.run import Run, StepStart, engines, restore, where_nonfinite
 from rlplus.train.trainer.run_folder import RunFolder
-from rlplus.train.trainer.stop import StopSignal
 from rlplus.train.trainer.trackers import open_trackers
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """The prompts that a run draws from.
+
+    examples: those that it trains on. variants: for each prompt, the examples that stand for it, see
+    `rlplus.train.data.variants`. verdicts: on the demonstrations that were loaded, in order, and `graded` their counts;
+    empty and None where the algorithm takes none.
+    """
+
+    examples: list[Example]
+    variants: list[list[int]]
+    verdicts: list[RewardOrStatus]
+    graded: DemonstrationReport | None
+
+    def refusals(self, config: Config) -> Iterator[str]:
+        """Reasons for which a run with this configuration refuses them."""
+        if self.graded is not None and self.graded.dropped_share > (allowed := config.data.max_dropped_share):
+            yield f"{self.graded.summary()}; want at most data.max_dropped_share={allowed:g} dropped"
+        yield from config.algorithm.resolve().recipe.refusals(self.examples)
+        try:
+            PromptSampler(len(self.variants), config.train.prompts_per_step, config.train.seed)
+        except ValueError as error:
+            yield str(error)
+
+
+def select_prompts(
+    config: Config,
+    examples: Sequence[Example],
+    scorer: Scorer,
+    decode: Callable[[Sequence[int]], str],
+    verdicts: Sequence[RewardOrStatus] = (),
+) -> Prompts:
+    """The prompts in loaded examples. Collective.
+
+    verdicts: an earlier grading's; without any the demonstrations are graded, where the algorithm takes them.
+    """
+    algorithm = config.algorithm.resolve()
+    kept = list(examples)
+    graded = None
+    if algorithm.needs_demonstrations:
+        verdicts = verdicts or grade_demonstrations(examples, scorer, decode)
+        kept, graded = keep_passed(examples, verdicts)
+    shows = algorithm.recipe.demonstration_prompt and not algorithm.recipe.shows_responses
+    if not algorithm.generates or shows:
+        kept = [example for example in kept if example.demonstration is not None]
+    return Prompts(kept, variants(kept, config.data.demonstration_choice), list(verdicts), graded)
 
 
 class AlreadyFinished(Exception):
