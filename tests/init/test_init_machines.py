@@ -27,7 +27,7 @@ DATA: dict[str, list[dict[str, Any]]] = {
 
 def be(monkeypatch: pytest.MonkeyPatch, build: str | None, gpu: bool) -> None:
     """Become a machine with that build of vLLM, and a GPU of 24 GiB or none."""
-    for place in ("rlplus.tools.init.fitting.installed_vllm", "rlplus.train.config.engine_checks.installed_vllm"):
+    for place in ("rlplus.tools.init.fitting.installed_vllm", "rlplus.train.config.rollout_section.installed_vllm"):
         monkeypatch.setattr(place, lambda: build)
     for place in ("torch.cuda.is_available", "rlplus.tools.init.fitting.is_available"):
         monkeypatch.setattr(place, lambda: gpu)
@@ -100,8 +100,8 @@ def test_a_build_is_known_by_its_package(
             raise PackageNotFoundError(name)
         return versions[name]
 
-    monkeypatch.setattr("rlplus.train.config.engine_checks.version", version)
-    monkeypatch.setattr("rlplus.train.config.engine_checks.find_spec", lambda name: versions or None)
+    monkeypatch.setattr("rlplus.train.config.rollout_section.version", version)
+    monkeypatch.setattr("rlplus.train.config.rollout_section.find_spec", lambda name: versions or None)
     monkeypatch.setattr("sys.platform", "linux")
     monkeypatch.setenv("VLLM_TARGET_DEVICE", target)
     assert installed_vllm() == build

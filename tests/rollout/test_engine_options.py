@@ -175,7 +175,7 @@ def test_an_unknown_option_is_refused_with_the_nearest_name(
 
 
 def test_options_are_not_dropped_where_auto_finds_no_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rlplus.train.config.engine_checks.find_spec", lambda name: None)
+    monkeypatch.setattr("rlplus.train.config.rollout_section.find_spec", lambda name: None)
     config = RolloutConfig(max_response_length=8, vllm={"max_num_seqs": 4})
     with pytest.raises(ValueError, match=r"rollout\.vllm: vLLM is not installed"):
         make_engine(config, "-", dtype="float32", max_model_len=8, end_ids=[0], pad_token_id=0, seed=0)

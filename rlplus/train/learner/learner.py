@@ -22,7 +22,7 @@ from rlplus.train.data import MicroBatch
 from rlplus.train.learner.adapters import add_adapters, check_installed, quantize
 from rlplus.train.learner.deepspeed_settings import check_eight_bit, deepspeed_config
 from rlplus.train.learner.gradients import in_fp32, take_fp32_gradients, without_bf16_optimizer
-from rlplus.train.learner.packed_model import PackedModel, check_both_ways
+from rlplus.train.learner.packed_model import PackedModel
 from rlplus.train.learner.pretrained import in_shards, load_model, restore_buffers
 from rlplus.train.learner.sequence import SequenceGroup
 from rlplus.train.learner.sharded_head import ShardedHead
@@ -101,19 +101,6 @@ class Learner:
     def load(self, model_path: str) -> PreTrainedModel:
         """Load the model to train; under ZeRO-3 this is called inside `in_shards`."""
         return load_model(self.config.model, model_path, self.model_config)
-
-    def check_attention(self) -> None:
-        """ValueError if packed sequences attend to each other, or not to their own past. Collective."""
-        self.engine.eval()
-        check_both_ways(
-            self.engine.module,
-            self.engine,
-            self.device,
-            self.model_config.vocab_size,
-            self.config.train.sequence_parallel,
-            self.config.model.attention,
-        )
-        self.engine.train()
 
     def nonfinite(self) -> str:
         """The first parameter with NaN or infinity; empty if all are finite. Collective; a pass over the weights."""

@@ -21,7 +21,7 @@ from rlplus.train.learner.adapters import adapter_weights, merged_weights, witho
 from rlplus.train.learner.dropout import dropout_of
 from rlplus.train.learner.gradients import with_head_gradient
 from rlplus.train.learner.learner import Learner, Optimization, this_device
-from rlplus.train.learner.packed_model import PackedModel, probe_batch
+from rlplus.train.learner.packed_model import PackedModel, check_both_ways, probe_batch
 from rlplus.train.learner.pretrained import load_model, write_model
 from rlplus.train.learner.widened import widened
 from rlplus.train.rollout.vllm_options import Adapters
@@ -51,7 +51,11 @@ class Policy(Learner):
         self.temperature = config.rollout.temperature if temperature is None else temperature
         super().__init__(config, model_path, model_config, own)
         self.backend, self.why_backend = agreed_backend(*head)
-        self.check_attention()
+        self.engine.eval()
+        parallel = config.train.sequence_parallel
+        model = self.engine.module
+        check_both_ways(model, self.engine, self.device, model_config.vocab_size, parallel, config.model.attention)
+        self.engine.train()
         self.reference: PackedModel | None = None
         if reference and config.model.lora is None:  # frozen; each rank holds a whole copy
             lm = load_model(config.model, model_path, model_config)

@@ -71,9 +71,9 @@ def _register(attention: str) -> None:
 
     @torch.compiler.disable
     def exchanged(module: Any, *qkv: Tensor, sequence_group: Any, **kwargs: Any) -> tuple[Tensor, None]:
-        query, key, value = (_swap(t, 1, 2, sequence_group) for t in qkv[:3])  # (R, heads, columns, D)
+        query, key, value = (_swap(t, sequence_group) for t in qkv[:3])  # (R, heads, columns, D)
         out = core(module, query, key, value, *qkv[3:], **kwargs)[0]  # (R, columns, heads, D)
-        return _swap(out, 1, 2, sequence_group), None
+        return _swap(out, sequence_group), None
 
     @wraps(core)
     def attend(*args: Any, sequence_group: Any = None, **kwargs: Any) -> tuple[Tensor, Any]:
@@ -86,10 +86,10 @@ def _register(attention: str) -> None:
     AttentionInterface.register(attention, attend)
 
 
-def _swap(x: Tensor, scatter: int, gather: int, group: Any) -> Tensor:
-    """Split dimension `scatter` over the group's ranks, and join their parts of dimension `gather`."""
-    parts = torch.stack(x.chunk(dist.get_world_size(group), scatter))
-    return torch.cat(_AllToAll.apply(parts, group).unbind(), gather)
+def _swap(x: Tensor, group: Any) -> Tensor:
+    """Split dimension 1 over the group's ranks, and join their parts of dimension 2."""
+    parts = torch.stack(x.chunk(dist.get_world_size(group), 1))
+    return torch.cat(_AllToAll.apply(parts, group).unbind(), 2)
 
 
 class _AllToAll(torch.autograd.Function):

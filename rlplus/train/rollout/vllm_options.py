@@ -1,6 +1,6 @@
-"""What vLLM is asked for besides tokens, and its refusals: adapters, the tokens that it kept, the experts it chose.
+"""Requests to vLLM besides tokens, and its refusals: adapters, the tokens that it kept, the experts it chose.
 
-It applies adapters itself, to base weights that it has loaded from the model's folder.
+vLLM applies adapters itself, to base weights that it has loaded from the model's folder.
 """
 
 from dataclasses import dataclass, fields

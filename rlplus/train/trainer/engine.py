@@ -120,12 +120,11 @@ class SyncedEngine:
         if parallel > 1:  # ranks of a group need the same samples: all of the group's
             samples = [sample for part in agree.gathered(samples, parallel) for sample in part]
         batches = even_batches(samples, ones(samples), self.config, self.pad_id, self.policy.device)
-        gaps = torch.cat([self._gaps_of(batch) for batch in batches])
-        return gaps, [(batch, batch.engine_logprob) for batch in batches]
-
-    def _gaps_of(self, batch: MicroBatch) -> Tensor:
-        """The gaps of the batch's sampled tokens."""
-        return (self.policy.logprob(batch) - batch.engine_logprob)[~batch.engine_logprob.isnan()].double().abs()
+        gaps = []
+        for batch in batches:
+            sampled = ~batch.engine_logprob.isnan()
+            gaps.append((self.policy.logprob(batch) - batch.engine_logprob)[sampled].double().abs())
+        return torch.cat(gaps), [(batch, batch.engine_logprob) for batch in batches]
 
     def check(self, total: float, count: float, compared: Sequence[Compared], when: str) -> None:
         """EngineFailed where `LogprobGap.fault` finds one."""

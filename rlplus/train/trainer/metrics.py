@@ -150,13 +150,11 @@ def tally_demonstrated(
         tally.mean("actor/exploration_weight", float(exploration_weight(logprob, gamma).sum()), logprob.numel())
 
 
-def tally_mismatch(tally: Tally, logprob: Tensor, engine_logprob: Tensor | None) -> None:
+def tally_mismatch(tally: Tally, logprob: Tensor, engine_logprob: Tensor) -> None:
     """Add the gap between the trainer's and the rollout engine's logprob of the same tokens (N,); NaN = not sampled.
 
     A non-finite logprob of the trainer is left out: it makes the gradient non-finite, which is counted.
     """
-    if engine_logprob is None:
-        return
     gap = (logprob - engine_logprob)[logprob.isfinite() & ~engine_logprob.isnan()].double()
     if gap.numel():
         tally.mean("mismatch/mean", float(gap.abs().sum()), gap.numel())
