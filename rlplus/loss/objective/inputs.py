@@ -108,8 +108,8 @@ def refuse_tangents(*inputs: Tensor | None) -> None:
     """Refuse forward-mode differentiation: an operation without a rule for it has no tangent, which counts as 0."""
     if any(x is not None and unpack_dual(x).tangent is not None for x in inputs):
         raise RuntimeError(
-            "want gradients by a backward pass: the losses have no forward-mode derivative; got an input with a tangent "
-            "(torch.func.jvp, torch.func.jacfwd or torch.autograd.forward_ad)"
+            "want gradients by a backward pass: the losses have no forward-mode derivative; got an input with a "
+            "tangent (torch.func.jvp, torch.func.jacfwd or torch.autograd.forward_ad)"
         )
 
 
