@@ -105,6 +105,8 @@ def test_bad_input() -> None:
             batch_advantages(REWARDS, GROUPS, estimator)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="want k at least 1; got 0"):
         batch_advantages(REWARDS, GROUPS, "pass@k", k=0)
+    with pytest.raises(ValueError, match=r"want estimator one of group, leave-one-out, .*; got 'rloo'"):
+        batch_advantages(REWARDS, GROUPS, "rloo")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("estimator", ["leave-one-out", "group-batch"])

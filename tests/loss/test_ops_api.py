@@ -12,7 +12,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import rlplus
-from rlplus import Objective, RLPlusLoss, linear_logprob, linear_policy_loss
+from rlplus import Objective, RLPlusLoss, linear_divergence, linear_logprob, linear_policy_loss
 from rlplus.loss import TokenConstants
 from rlplus.loss.backends import chunked, native
 from rlplus.loss.head.head import Head
@@ -309,8 +309,27 @@ def test_policy_loss_refuses_values(change: dict[str, Any], message: str, backen
 @ON_CPU
 @pytest.mark.parametrize(("change", "message"), BAD_TARGETS)
 def test_logprob_refuses_values(change: dict[str, Any], message: str, backend: str) -> None:
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=message) as error:
         linear_logprob(**(head_of(sample()) | {"backend": backend} | change))
+    assert "wherever the target is not -100" in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["hidden", "weight", "bias"])
+@EVERY
+def test_forward_mode_is_refused_where_torch_would_return_no_tangent(name: str, backend: str) -> None:
+    inputs = {k: v.to(DEVICE.get(backend, "cpu")) if isinstance(v, Tensor) else v for k, v in sample().items()}
+    teacher = {"teacher_hidden": inputs["hidden"], "teacher_weight": inputs["weight"]}
+    own = {k: inputs[k] for k in ("hidden", "weight", "bias", "token_weight")}
+    calls = [
+        lambda x: linear_policy_loss(**(inputs | {name: x, "backend": backend})).loss,
+        lambda x: linear_logprob(**(head_of(inputs) | {name: x, "backend": backend}))[0],
+    ]
+    if backend != "cpp":
+        calls.append(lambda x: linear_divergence(**(own | teacher | {name: x, "backend": backend})).loss)
+    x = inputs[name].detach()
+    for call in calls:
+        with pytest.raises(RuntimeError, match="no forward-mode derivative; got an input with a tangent"):
+            torch.func.jvp(call, (x,), (x,))
 
 
 @pytest.mark.parametrize(

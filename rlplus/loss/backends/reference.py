@@ -85,6 +85,14 @@ def logprob_and_entropy(head: Head) -> tuple[Tensor, Tensor]:
     return torch.where(known, logprob, torch.nan), -(logp.exp() * logp).sum(-1)
 
 
+def linear_logprob(head: Head) -> tuple[Tensor, Tensor]:
+    """As `logprob_and_entropy`. Rows without a target whose entropy is NaN change no gradient."""
+    with torch.no_grad():
+        usable = (head.target >= 0) | logprob_and_entropy(head)[1].isfinite()
+    logprob, entropy = logprob_and_entropy(_only(head, usable))
+    return logprob, entropy.where(usable, torch.nan)
+
+
 def _log_softmax(z: Tensor) -> Tensor:
     """log softmax of z (N, V). That of a nearly sure token keeps its digits: the others' sum is not added to its 1."""
     logp = z.log_softmax(-1)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from rlplus.loss.head.head import Head
-from rlplus.loss.objective.inputs import check_tensor, describe
+from rlplus.loss.objective.inputs import check_tensor, describe, refuse_tangents
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -47,6 +47,7 @@ def make_head(
     check_tensor("target", target, (hidden.shape[:-1], hidden.device), dtype=torch.int64)
     if bias is not None:
         check_tensor("bias", bias, (weight.shape[:1], hidden.device))
+    refuse_tangents(hidden, weight, bias)
     scale, softcap, temperature = numbers
     rows: Tensor | None = None
     if isinstance(temperature, Tensor) and temperature.ndim == 0 and temperature.device.type == "cpu":

@@ -1,10 +1,12 @@
 """Advantage estimators besides the group-relative one: leave-one-out, batch-whitened, pass@k and others."""
 
 from math import comb
+from typing import get_args
 
 import torch
 from torch import Tensor
 
+from rlplus.common.errors import check_name
 from rlplus.loss.objective.inputs import check_tensor
 from rlplus.loss.objective.objective import AdvantageEstimator
 from rlplus.loss.objective.weights import group_advantages
@@ -31,14 +33,15 @@ def batch_advantages(
     - "batch": whiten(R), REINFORCE++ (arXiv 2501.03262).
     - "group-batch": whiten(R - mean), REINFORCE++ with baseline.
     - "batch-std": (R - mean) / (std of R over the batch + eps), TRL's scale_rewards="batch".
-    - "mean": (R - mean) / mean, 0 where the mean is 0, maximum likelihood RL.
+    - "mean": (R - mean) / mean, 0 where the mean is not above 0, maximum likelihood RL.
     - "pass@k": pass@k training (arXiv 2508.10751). The mean over all subsets of k responses of the group that contain
       this one of (1 if one of them is right, else 0) - pass@k, over the standard deviation sqrt(pass@k (1 - pass@k)).
       Right is a reward of 1 or more. 0 where pass@k is 0 or 1. In a group of fewer than k responses, because some were
       left out, k is their number.
 
-    Raises ValueError as group_advantages does, for missing tokens, and for k below 1.
+    Raises ValueError as group_advantages does, for another estimator, for missing tokens, and for k below 1.
     """
+    check_name("estimator", estimator, get_args(AdvantageEstimator))
     centred = group_advantages(rewards, group_ids, normalize_std=False, include=include).double()
     R = rewards.double()
     on = torch.ones_like(rewards, dtype=torch.bool) if include is None else include

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.forward_ad import unpack_dual
 
 from rlplus.loss.objective.objective import OBJECTIVES, Objective, find_objective
 from rlplus.loss.objective.tokens import TokenConstants
@@ -101,6 +102,15 @@ def check_differentiated_once() -> None:
     """Refuse a second derivative through a backward pass of constants: it would be silently wrong."""
     if torch.is_grad_enabled():
         raise RuntimeError("want create_graph=False: the loss is differentiable once; got create_graph=True")
+
+
+def refuse_tangents(*inputs: Tensor | None) -> None:
+    """Refuse forward-mode differentiation: an operation without a rule for it has no tangent, which counts as 0."""
+    if any(x is not None and unpack_dual(x).tangent is not None for x in inputs):
+        raise RuntimeError(
+            "want gradients by a backward pass: the losses have no forward-mode derivative; got an input with a "
+            "tangent (torch.func.jvp, torch.func.jacfwd or torch.autograd.forward_ad)"
+        )
 
 
 def check_values(ok: Tensor, message: str) -> None:

@@ -26,6 +26,8 @@ from rlplus.loss.operations.op_arguments import Options, schema, unpack
 
 PIECE = 2048  # rows of a gradient that are scaled at a time
 IGNORED = -100  # the target of no token, as torch's losses have it
+WEIGHTED = "wherever the token's weight is not 0"
+TARGETED = f"wherever the target is not {IGNORED}"
 
 
 def check_policy_rows(head: Head, constants: TokenConstants, objective: Objective) -> tuple[Tensor, Tensor]:
@@ -48,27 +50,24 @@ def check_weighted_rows(weights: Tensor, *heads: Head) -> None:
 def check_logprob_rows(head: Head) -> Tensor:
     """Check temperatures of rows whose target is not IGNORED. -> these rows, (N,) bool."""
     on = head.target != IGNORED
-    _check_temperatures(head, on)
+    _check_temperatures(head, on, TARGETED)
     return on
 
 
-def check_targets(head: Head, V: int, on: Tensor) -> None:
-    """Check the targets of the rows `on`, and the kept tokens. V: the size of the vocabulary."""
+def check_targets(head: Head, V: int, on: Tensor, where: str = WEIGHTED) -> None:
+    """Check the targets of the rows `on`, in words `where`, and the kept tokens. V: the size of the vocabulary."""
     target = head.target.where(on, 0)
-    check_values(
-        target.clamp(0, V - 1) == target,
-        f"want target in [0, {V}) wherever the token's weight is not 0; got a value outside",
-    )
+    check_values(target.clamp(0, V - 1) == target, f"want target in [0, {V}) {where}; got a value outside")
     if head.kept_offsets is not None:
         kept_tokens.check(head, V, on)
 
 
-def _check_temperatures(head: Head, on: Tensor) -> None:
+def _check_temperatures(head: Head, on: Tensor, where: str = WEIGHTED) -> None:
     if head.row_temperature is not None:
         temperature = head.row_temperature.where(on, 1.0)
         check_values(
             (temperature > 0) & (temperature < torch.inf),
-            "want temperature finite and > 0 wherever the token's weight is not 0; got 0, less, NaN or Inf",
+            f"want temperature finite and > 0 {where}; got 0, less, NaN or Inf",
         )
 
 
@@ -91,7 +90,7 @@ def checked_shards(head: Head, backend: str, scratch_bytes: float, *call: Any) -
     with telling(head):
         on = check_logprob_rows(head)
     shards = shards_of(head, backend, scratch_bytes, on, call, {})
-    check_targets(head, len(head.weight) if shards is None else sum(shards.lengths), on)
+    check_targets(head, len(head.weight) if shards is None else sum(shards.lengths), on, TARGETED)
     return shards
 
 

@@ -212,8 +212,8 @@ def linear_logprob(
             sampling.refuse("kept tokens, whose gradient is sparse by itself")
         head = sampling.with_draws(head, backend, differentiated)
     if backend == "reference":
-        library.check_targets(head, len(head.weight), library.check_logprob_rows(head))
-        logprob, entropy = reference.logprob_and_entropy(head)
+        library.check_targets(head, len(head.weight), library.check_logprob_rows(head), library.TARGETED)
+        logprob, entropy = reference.linear_logprob(head)
     elif head.uniform is not None:
         logprob, entropy, *_ = logprob_library.sampled_logprob(*head, scratch, backend)
     else:
