@@ -28,8 +28,8 @@ from rlplus.loss import PolicyLoss, TokenConstants, linear_logprob, linear_polic
 from rlplus.loss.head.causal_lm import head_transforms, plain_head, without_peft
 from rlplus.loss.head.head import Head
 from rlplus.loss.objective.inputs import check_tensor, check_values, describe, expand_advantage
-from rlplus.loss.operations.backward_pass import Backward
 from rlplus.loss.operations.library import IGNORED
+from rlplus.loss.operations.linear_losses import Backward
 
 LM = TypeVar("LM", bound=nn.Module)
 

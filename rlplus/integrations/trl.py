@@ -33,8 +33,8 @@ from rlplus.integrations.measures import MEASURES
 from rlplus.integrations.transformers import FusedOutput, fuse_head
 from rlplus.integrations.trl_loss import IMAGES, Batch
 from rlplus.loss import Objective, policy_loss
-from rlplus.loss.operations.backward_pass import Backward, backward_of
 from rlplus.loss.operations.library import IGNORED
+from rlplus.loss.operations.linear_losses import Backward, backward_of
 
 logger = logging.getLogger(__name__)
 

@@ -17,7 +17,7 @@ from rlplus.loss import TokenConstants
 from rlplus.loss.backends import chunked, native
 from rlplus.loss.head.head import Head
 from rlplus.loss.operations import library, logprob_library
-from rlplus.loss.operations.op_arguments import Options, pack
+from rlplus.loss.operations.library import Options, pack
 
 N, H, V = 12, 4, 9
 CPP = pytest.param("cpp", marks=pytest.mark.skipif(native.load() is None, reason="rlplus/_C.so is not built"))

@@ -11,7 +11,7 @@ from rlplus import linear_policy_loss
 from rlplus.loss import TokenConstants
 from rlplus.loss.backends import native
 from rlplus.loss.operations import library
-from rlplus.loss.operations.op_arguments import Options, pack
+from rlplus.loss.operations.library import Options, pack
 
 CPP = pytest.param("cpp", marks=pytest.mark.skipif(native.load() is None, reason="rlplus/_C.so is not built"))
 BACKENDS = ["torch", CPP, "triton"]

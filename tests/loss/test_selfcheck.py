@@ -25,9 +25,8 @@ from rlplus.common.errors import one_line
 from rlplus.kernels import tiling
 from rlplus.kernels.tiling import Block
 from rlplus.loss import linear_policy_loss, selfcheck
-from rlplus.loss.backends import chunked
+from rlplus.loss.backends import PolicyCall, PolicyResult, chunked
 from rlplus.loss.backends import triton as backend
-from rlplus.loss.backends.backend_interface import PolicyCall, PolicyResult
 from rlplus.loss.backends.ways import Way, chunk_rows
 from rlplus.loss.head import cost
 from rlplus.loss.head.head import Head

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlplus.loss.backends.backend_interface import PolicyCall, PolicyResult, Slopes, Stored
+from rlplus.loss.backends import PolicyCall, PolicyResult, Slopes, Stored
 from rlplus.loss.backends.drawn_gradients import draw, gradients_of
 from rlplus.loss.head.gradient_sum import Gradients, GradientSum, Want
 from rlplus.loss.head.head import (

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlplus.loss.backends.backend_interface import PolicyCall, PolicyResult, Slopes, Stored
+from rlplus.loss.backends import PolicyCall, PolicyResult, Slopes, Stored
 from rlplus.loss.backends.native import (
     CHUNK_ROWS,
     ENTROPY,

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from rlplus.loss.backends.backend_interface import PolicyCall, PolicyResult, Slopes
+from rlplus.loss.backends import PolicyCall, PolicyResult, Slopes
 from rlplus.loss.backends.pair_sums import PairGradients, bags, spans
 from rlplus.loss.backends.sampled import SAMPLED_STATS
 from rlplus.loss.head.gradient_sum import Gradients, Want

@@ -20,7 +20,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from rlplus.loss.backends.backend_interface import PolicyCall, PolicyResult, Slopes
+from rlplus.loss.backends import PolicyCall, PolicyResult, Slopes
 from rlplus.loss.backends.pair_sums import PairGradients, add_over_ranks
 from rlplus.loss.head.gradient_sum import Gradients, Index, Want
 from rlplus.loss.head.head import Head

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import _resolve_process_group  # type: ignore[attr-defined]
 
-from rlplus.loss.backends.backend_interface import PolicyCall, PolicyResult, Slopes
+from rlplus.loss.backends import PolicyCall, PolicyResult, Slopes
 from rlplus.loss.backends.sampled import Drawn
 from rlplus.loss.backends.torch_draws import draw
 from rlplus.loss.head.gradient_sum import Gradients, GradientSum, Index, Want

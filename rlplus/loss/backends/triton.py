@@ -30,7 +30,7 @@ from rlplus.kernels import exponentials as row_kernels
 from rlplus.kernels import linear_logprob as linear_kernels
 from rlplus.kernels import policy_loss as token_kernels
 from rlplus.kernels import row_values as names
-from rlplus.loss.backends.backend_interface import PolicyCall, PolicyResult, Slopes, Stored
+from rlplus.loss.backends import PolicyCall, PolicyResult, Slopes, Stored
 from rlplus.loss.backends.triton_chunks import Work, arguments
 from rlplus.loss.backends.ways import Way, way_of, width
 from rlplus.loss.head.gradient_sum import Gradients, GradientSum, Index, Want, gradient_dtype

@@ -12,8 +12,7 @@ from rlplus.loss.head.head_arguments import check_plain, make_head
 from rlplus.loss.objective.divergence import beta_of, check_topk
 from rlplus.loss.objective.inputs import check_tensor, check_weight, describe
 from rlplus.loss.operations import library
-from rlplus.loss.operations.backward_pass import THRESHOLD, Backward, BackwardPass
-from rlplus.loss.operations.linear_losses import bytes_of_scratch
+from rlplus.loss.operations.linear_losses import THRESHOLD, Backward, BackwardPass, bytes_of_scratch
 
 BACKENDS = ("reference", *DIVERGENCES)
 

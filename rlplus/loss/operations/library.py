@@ -1,20 +1,30 @@
 """The fused operations as torch sees them: custom ops with fake versions and gradients.
 
 The policy loss computes its gradients in the forward pass; `attach_gradients` returns them, scaled, in the backward
-pass. The arguments of an op are those of `op_arguments.py`.
+pass. The arguments of an op are the fields of `Head` and of similar classes, from whose annotations its schema is
+derived: a new field is a new argument.
 """
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from functools import partial
+from functools import lru_cache, partial
 from importlib import import_module
-from typing import Any
+from itertools import islice
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from rlplus.loss.backends import chunked, divergence, drawer, implementation, kept_tokens, sampled
-from rlplus.loss.backends.backend_interface import PolicyCall, PolicyResult
+from rlplus.loss.backends import (
+    PolicyCall,
+    PolicyResult,
+    chunked,
+    divergence,
+    drawer,
+    implementation,
+    kept_tokens,
+    sampled,
+)
 from rlplus.loss.guard.scope import guarded
 from rlplus.loss.head.gradient_sum import Gradients, Needs, Want
 from rlplus.loss.head.head import Head
@@ -22,12 +32,54 @@ from rlplus.loss.objective.divergence import check_topk
 from rlplus.loss.objective.inputs import check_apart, check_constant_values, check_differentiated_once, check_values
 from rlplus.loss.objective.objective import Objective
 from rlplus.loss.objective.tokens import TokenConstants, stat_names
-from rlplus.loss.operations.op_arguments import Options, schema, unpack
 
 PIECE = 2048  # rows of a gradient that are scaled at a time
 IGNORED = -100  # the target of no token, as torch's losses have it
 WEIGHTED = "wherever the token's weight is not 0"
 TARGETED = f"wherever the target is not {IGNORED}"
+
+
+class Options(NamedTuple):
+    """Options of the policy loss."""
+
+    scratch_bytes: float
+    backend: str
+
+
+FIELDS = {kind: tuple(kind.__annotations__) for kind in (Head, TokenConstants, Objective, Options)}
+TYPES = {  # names in a schema
+    Tensor: "Tensor",
+    Tensor | None: "Tensor?",
+    float: "float",
+    float | None: "float?",
+    str: "str",
+}
+
+
+def schema(*kinds: type) -> str:
+    """The schema of an op that takes these classes."""
+    return ", ".join(
+        f"{TYPES[type_]} {kind.__name__}_{name}" for kind in kinds for name, type_ in kind.__annotations__.items()
+    )
+
+
+def pack(*parts: Any) -> list[Any]:
+    """Instances of classes in FIELDS -> the arguments of an op."""
+    return [getattr(part, name) for part in parts for name in FIELDS[type(part)]]
+
+
+_objective = lru_cache(maxsize=1024)(Objective)  # its fields are checked when it is made, which takes a while
+
+
+def unpack(arguments: Sequence[Any], *kinds: Any) -> list[Any]:
+    """The inverse of `pack`: the instances, then the remaining arguments."""
+    rest = iter(arguments)
+    makers = (_objective if kind is Objective else kind for kind in kinds)
+    made = [make(*islice(rest, len(FIELDS[kind]))) for kind, make in zip(kinds, makers, strict=True)]
+    return [*made, *rest]
+
+
+# ---- checks of values
 
 
 def check_policy_rows(head: Head, constants: TokenConstants, objective: Objective) -> tuple[Tensor, Tensor]:

@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlplus.loss.backends import implementation, kept_tokens, sampled
-from rlplus.loss.backends.backend_interface import Slopes, Stored
+from rlplus.loss.backends import Slopes, Stored, implementation, kept_tokens, sampled
 from rlplus.loss.guard.scope import guarded
 from rlplus.loss.head.gradient_sum import Gradients, Needs, Want
 from rlplus.loss.head.head import Head
@@ -24,10 +23,11 @@ from rlplus.loss.operations.library import (
     in_one_dtype,
     in_own_dtypes,
     keep_for_backward,
+    schema,
     sharded,
     shards_of,
+    unpack,
 )
-from rlplus.loss.operations.op_arguments import schema, unpack
 
 
 @torch.library.custom_op(

@@ -12,7 +12,7 @@ from rlplus.loss.backends import implementation
 from rlplus.loss.backends.native import CHUNK_ROWS
 from rlplus.loss.backends.sampled import MOST
 from rlplus.loss.backends.selection import choose
-from rlplus.loss.operations.backward_pass import THRESHOLD
+from rlplus.loss.operations.linear_losses import THRESHOLD
 from rlplus.tools.plan.cluster import GIB, NODE, Cluster
 from rlplus.tools.plan.planned_model import Model, packed_shape
 from rlplus.train.config import Config
