@@ -10,8 +10,9 @@ import processes
 import pytest
 from trainer_runs import by_torchrun, environment, run_config, write_task
 
-from rlplus.tools.cli import main
-from rlplus.train.config import RolloutConfig, ScratchModel
+from rlplus.tools.cli import main, parse
+from rlplus.tools.cli.evaluate import evaluated
+from rlplus.train.config import RolloutConfig, ScratchModel, load_config
 from rlplus.train.data import byte_tokenizer
 from rlplus.train.evaluation.output_folder import held
 from rlplus.train.evaluation.sample import _alone
@@ -50,6 +51,25 @@ def test_lengths_fit_the_positions_of_the_model(tmp_path, monkeypatch, capsys):
         assert "rollout.max_response_length=24 and evaluation.data.max_prompt_length=24, so that prompt" in said
     assert main(["eval", *options, "rollout.max_response_length=48"]) == 2
     assert "have 2096 tokens together, the model has 48 positions: lower evaluation.data." in capsys.readouterr().err
+
+
+def test_a_file_of_problems_is_read_as_the_runs_data(tmp_path: Path) -> None:
+    """Unless the configuration names problems of its own; what is given comes last."""
+    config = run_config(
+        tmp_path, data={"prompt": "question", "system_prompt": "A \\boxed{}, 100%: '\"\n", "chat": True}
+    )
+    path = tmp_path / "run.yaml"
+    path.write_text(config.to_yaml())
+    command = ["eval", str(path), "--data", "a.jsonl", "data.answer=final", "evaluation.data.chat=false"]
+    command += ["evaluation.data.max_prompt_length=8"]
+    data = load_config(*evaluated(parse(command))).evaluation.data
+    assert data is not None
+    assert (data.path, data.prompt, data.answer, data.chat) == ("a.jsonl", "question", "final", False)
+    assert data.system_prompt == config.data.system_prompt
+    path.write_text(run_config(tmp_path, evaluation={"data": {"path": "b.jsonl", "max_prompt_length": 8}}).to_yaml())
+    data = load_config(*evaluated(parse(command))).evaluation.data
+    assert data is not None
+    assert (data.prompt, data.system_prompt) == ("prompt", None)
 
 
 def test_an_engine_alone_needs_neither_the_runs_server_nor_its_adapters():

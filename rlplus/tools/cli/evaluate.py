@@ -1,6 +1,7 @@
 """`rlplus eval`."""
 
 import argparse
+import json
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
 
 SHIPPED = Path(__file__).parents[2] / "configs"
 UNREAD = ("data", "algorithm", "checkpoint", "log", "validation")  # sections about a training
+FORM = ("prompt", "answer", "answer_pattern", "system_prompt", "template", "columns", "tools", "chat")  # of prompts
 READ = "data.response_prefix"  # the exception: it is part of the response that is graded
 
 
@@ -163,7 +165,7 @@ def evaluated(args: argparse.Namespace) -> tuple[Path, list[str]]:
         options["evaluation.benchmarks"] = f"[{args.benchmarks}]"
     overrides = [f"{key}={value}" for key, value in options.items() if value is not None]
     if (model := _model(args)) is None:
-        return Path(args.config), [*overrides, *args.overrides]
+        return Path(args.config), [*_as_the_run(args), *overrides, *args.overrides]
     _check_read(args.overrides)
     path = Path(model).resolve()
     name = f"{path.parent.name}-model" if path.name == "model" else path.name  # every run's is called model
@@ -172,6 +174,21 @@ def evaluated(args: argparse.Namespace) -> tuple[Path, list[str]]:
     if any(override.startswith("reward.function=") for override in args.overrides):
         own.append("reward.kind=null")  # the default, which the function replaces
     return SHIPPED / "eval.yaml", [*own, *overrides, *args.overrides]
+
+
+def _as_the_run(args: argparse.Namespace) -> list[str]:
+    """Overrides by which a file of problems is read as the run's data, unless the configuration says how."""
+    from rlplus.train.config import read_yaml
+
+    run = read_yaml(Path(args.config).expanduser())
+    data = run.get("data")
+    evaluation = run.get("evaluation")
+    own = isinstance(evaluation, dict) and (evaluation.get("data") or evaluation.get("benchmarks"))
+    if not (args.data and isinstance(data, dict)) or own or args.benchmarks or args.template:
+        return []
+    forms = [f"{key}={json.dumps(data[key])}" for key in FORM if key in data]
+    forms += [given[5:] for given in args.overrides if given.startswith(tuple(f"data.{key}=" for key in FORM))]
+    return [f"evaluation.data.{form}" for form in forms]
 
 
 def _check_read(overrides: list[str]) -> None:
