@@ -43,6 +43,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     column = config.data.demonstration
     if column is None or "." in column:
         raise ValueError(f"want data.demonstration with the name of a column, not within another; got {column!r}")
+    if column in (config.data.prompt, config.data.answer):
+        raise ValueError(f"want data.demonstration=NEW_COLUMN, here and in the run: {column!r} would be overwritten")
     for name in FOR_OTHERS:
         if getattr(config.data, name) is not None:
             raise ValueError(f"want data.{name}=null, here and in the run: it would change the responses")

@@ -95,6 +95,8 @@ def test_samples_of_other_data_are_refused(folder: Path, tmp_path: Path, script:
         call(samples=tmp_path)
     with pytest.raises(ValueError, match=r"want data\.demonstration with the name of a column"):
         call("data.demonstration=null", "algorithm.preset=grpo")
+    with pytest.raises(ValueError, match=r"want data\.demonstration=NEW_COLUMN.* 'answer' would be overwritten"):
+        call("data.demonstration=answer")
     with pytest.raises(ValueError, match=r"want data\.demonstration_template=null, here and in the run"):
         call("data.demonstration_template={demonstration}!")
     assert not (tmp_path / "own.jsonl").exists()
