@@ -111,6 +111,22 @@ def test_a_signal_ends_an_evaluation_and_says_what_is_kept(tmp_path, monkeypatch
         pass
 
 
+def test_answers_that_no_grader_reads_are_said_before_anything_is_sampled(tmp_path, monkeypatch, capsys):
+    def ends(*args, **settings):
+        raise ValueError("nothing is sampled here")
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("rlplus.train.evaluation.sample.make_engine", ends)
+    rows = [{"prompt": f"{i}?", "answer": "see the text" if i else "1"} for i in range(40)]
+    (tmp_path / "words.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert main(["eval", write_tiny(tmp_path / "tiny"), "--data", "words.jsonl", "rollout.max_response_length=4"]) == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert (
+        "words: answers: 19 of 20 cannot be read by math_verify: every response there is worth 0 (first: row 3" in said
+    )
+    assert "nothing is sampled here" in said
+
+
 @pytest.mark.slow
 def test_a_model_is_evaluated_without_a_configuration(tmp_path, monkeypatch, capsys):
     """On benchmarks in a file. Samples are kept until the result is written; a killed evaluation resumes with them."""

@@ -15,7 +15,18 @@ if TYPE_CHECKING:
 
 SHIPPED = Path(__file__).parents[2] / "configs"
 UNREAD = ("data", "algorithm", "checkpoint", "log", "validation")  # sections about a training
-FORM = ("prompt", "answer", "answer_pattern", "system_prompt", "template", "columns", "tools", "chat")  # of prompts
+# The keys of prompts and answers.
+FORM = (
+    "prompt",
+    "answer",
+    "answer_pattern",
+    "system_prompt",
+    "template",
+    "response_prefix",
+    "columns",
+    "tools",
+    "chat",
+)
 READ = "data.response_prefix"  # the exception: it is part of the response that is graded
 
 
