@@ -8,13 +8,15 @@ from typing import Annotated
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 
-def _one_group(pattern: str) -> str:
+def _one_group(pattern: str, named: str | None = None) -> str:
+    """The pattern; ValueError unless it has one group, besides the one with that name, which it may have behind it."""
     try:
-        groups = re.compile(pattern).groups
+        compiled = re.compile(pattern)
     except re.error as error:
         raise ValueError(f"want a regular expression; got {pattern!r} ({error})") from error
-    if groups != 1:
-        raise ValueError(f"want a regular expression with exactly one group; got {pattern!r} with {groups}")
+    if compiled.groups != (2 if compiled.groupindex.get(named or "") == 2 else 1):
+        wanted = f"exactly one group{f', and behind it perhaps a second one named {named}' if named else ''}"
+        raise ValueError(f"want a regular expression with {wanted}; got {pattern!r} with {compiled.groups}")
     return pattern
 
 
@@ -30,7 +32,8 @@ Temperature = Annotated[float, Field(ge=MIN_TEMPERATURE, allow_inf_nan=False)]
 GREEDY = 0.0  # a temperature of evaluations: the likeliest token
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Text = Annotated[str, Field(min_length=1)]
-Pattern = Annotated[str, AfterValidator(_one_group)]
+Pattern = Annotated[str, AfterValidator(lambda pattern: _one_group(pattern))]
+DemonstrationPattern = Annotated[str, AfterValidator(lambda pattern: _one_group(pattern, "answer"))]
 PathText = Annotated[Text, AfterValidator(os.path.expanduser)]
 REFERENCE = r"[\w./-]+:\w+"  # "module:name" or "folder/file.py:name", as `rlplus.common.lazy.import_function` reads it
 Reference = Annotated[str, Field(pattern=f"^{REFERENCE}$")]

@@ -10,8 +10,9 @@ import processes
 import pytest
 from trainer_runs import by_torchrun, environment, run_config, write_task
 
-from rlplus.tools.cli import main
-from rlplus.train.config import RolloutConfig, ScratchModel
+from rlplus.tools.cli import main, parse
+from rlplus.tools.cli.evaluate import evaluated
+from rlplus.train.config import RolloutConfig, ScratchModel, load_config
 from rlplus.train.data import byte_tokenizer
 from rlplus.train.evaluation.output_folder import held
 from rlplus.train.evaluation.sample import _alone
@@ -52,6 +53,28 @@ def test_lengths_fit_the_positions_of_the_model(tmp_path, monkeypatch, capsys):
     assert "have 2096 tokens together, the model has 48 positions: lower evaluation.data." in capsys.readouterr().err
 
 
+def test_a_file_of_problems_is_read_as_the_runs_data(tmp_path: Path) -> None:
+    """Unless the configuration names problems of its own; what is given comes last."""
+    config = run_config(
+        tmp_path, data={"prompt": "question", "system_prompt": "A \\boxed{}, 100%: '\"\n", "chat": True}
+    )
+    path = tmp_path / "run.yaml"
+    path.write_text(config.to_yaml())
+    command = ["eval", str(path), "--data", "a.jsonl", "data.answer=final", "evaluation.data.chat=false"]
+    command += ["evaluation.data.max_prompt_length=8"]
+    data = load_config(*evaluated(parse(command))).evaluation.data
+    assert data is not None
+    assert (data.path, data.prompt, data.answer, data.chat) == ("a.jsonl", "question", "final", False)
+    assert data.system_prompt == config.data.system_prompt
+    data = load_config(*evaluated(parse([*command[:-2], "--template", "qwen", command[-1]]))).evaluation.data
+    assert data is not None
+    assert (data.prompt, data.chat, data.system_prompt) == ("question", False, None)
+    path.write_text(run_config(tmp_path, evaluation={"data": {"path": "b.jsonl", "max_prompt_length": 8}}).to_yaml())
+    data = load_config(*evaluated(parse(command))).evaluation.data
+    assert data is not None
+    assert (data.prompt, data.system_prompt) == ("prompt", None)
+
+
 def test_an_engine_alone_needs_neither_the_runs_server_nor_its_adapters():
     server = {"engine": "sglang", "mode": "server", "server_url": "http://x", "weights_folder": "/x"}
     for given in (server, {"lora": "adapters"}, {"engine": "auto"}):
@@ -89,6 +112,22 @@ def test_a_signal_ends_an_evaluation_and_says_what_is_kept(tmp_path, monkeypatch
     assert "written to runs/eval/tiny/evaluation-bench.json" in out
     with held(run):
         pass
+
+
+def test_answers_that_no_grader_reads_are_said_before_anything_is_sampled(tmp_path, monkeypatch, capsys):
+    def ends(*args, **settings):
+        raise ValueError("nothing is sampled here")
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("rlplus.train.evaluation.sample.make_engine", ends)
+    rows = [{"prompt": f"{i}?", "answer": "see the text" if i else "1"} for i in range(40)]
+    (tmp_path / "words.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert main(["eval", write_tiny(tmp_path / "tiny"), "--data", "words.jsonl", "rollout.max_response_length=4"]) == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert (
+        "words: answers: 19 of 20 cannot be read by math_verify: every response there is worth 0 (first: row 3" in said
+    )
+    assert "nothing is sampled here" in said
 
 
 @pytest.mark.slow

@@ -1,6 +1,5 @@
 """The folder of an evaluation: what determines results and samples, and what of another evaluation is refused."""
 
-import json
 import os
 import re
 import shutil
@@ -201,32 +200,3 @@ def test_options_of_an_evaluation_take_what_the_manual_names() -> None:
     config = load_config(*evaluated(parse(["eval", "owner/name", *options])))
     assert config.evaluation.benchmarks == ["aime24", "gpqa_diamond", "amc"]
     assert (config.reward.kind, config.reward.function) == (None, "graders:mine")
-
-
-def test_problems_of_a_file_are_asked_as_the_run_asks_its_own(tmp_path: Path) -> None:
-    """Unless the run has evaluation.data, or the command another template."""
-    path = tmp_path / "run.yaml"
-    data = {"path": "train.jsonl", "prompt": "question", "answer_pattern": "#### (.+)", "chat": True}
-    text: dict[str, Any] = {
-        "output_dir": "out",
-        "model": {"path": "model"},
-        "data": data | {"system_prompt": 'a "box":\n\\boxed{}'},
-        "reward": {"kind": "math_verify"},
-        "rollout": {"group_size": 2, "max_response_length": 8},
-        "algorithm": {"preset": "grpo"},
-        "train": {"steps": 1, "prompts_per_step": 1, "tokens_per_micro_batch": 2048},
-    }
-    path.write_text(json.dumps(text))
-
-    def asked(*options: str) -> tuple[object, ...]:
-        found = load_config(*evaluated(parse(["eval", str(path), "--data", "test.jsonl", *options]))).evaluation.data
-        assert found is not None
-        return found.path, found.prompt, found.answer_pattern, found.chat, found.system_prompt
-
-    own = ("test.jsonl", "question", "#### (.+)", True, 'a "box":\n\\boxed{}')
-    assert asked() == own
-    changed = asked("data.prompt=q", "evaluation.samples=3", "evaluation.data.chat=false")
-    assert changed == (own[0], "q", own[2], False, own[4])
-    assert asked("--template", "qwen") == (*own[:3], False, None)
-    path.write_text(json.dumps(text | {"evaluation": {"data": {"path": "other.jsonl"}}}))
-    assert asked() == ("test.jsonl", "prompt", None, False, None)

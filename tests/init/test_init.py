@@ -29,7 +29,7 @@ def test_the_file_loads_fits_and_reads_its_data(model: str, tmp_path: Path, caps
     said = capsys.readouterr().out
     assert "40 prompts (prompt question, answer answer, demonstration answer), graded by math_verify" in said
     assert "all weights are trained" in said
-    assert f"rlplus plan {out} --data --gpus 1 --gpu 24g, then rlplus train {out}" in said
+    assert f"rlplus plan {out} --data --gpu 24g, then rlplus train {out}" in said
     assert "whether demonstrations help depends on their form: --logprob" in said
     config = load_config(out)
     assert (config.rollout.group_size, config.train.prompts_per_step) == (16, 40)
@@ -151,7 +151,7 @@ def test_answers_that_no_grader_reads_are_counted(
     answers = ["2", "proof", "notfound", "3", "see the book", "x + 1"]
     data, out = written(tmp_path, [{"problem": "1+1?", "answer": answer} for answer in answers]), tmp_path / "run.yaml"
     assert init(model, data, out, "--gpu", "24g", "train.prompts_per_step=4") == 0
-    wanted = "answers: 3 of 6 cannot be read by math_verify_box: every response there is worth 0 (first: row 1, 'proof'"
+    wanted = "answers: 3 of 6 cannot be read by math_verify_box: every response there is worth 0 (first: row 2, 'proof'"
     said = " ".join(capsys.readouterr().out.split())
     assert wanted in said
     assert "--logprob" not in said
@@ -335,7 +335,9 @@ def test_a_machine_without_a_gpu_is_said(
     assert init(model, data, out, "--gpus", "2") == 0
     said = capsys.readouterr().out
     assert "this machine has no GPU, so its CPU trains: name the GPUs of another one by --gpu and --gpus" in said
-    assert f"rlplus plan {out} --data --gpus 2 --gpu cpu, then torchrun --nproc_per_node 2 -m rlplus" in said
+    assert f"rlplus plan {out} --data --gpus 2, then torchrun --nproc_per_node 2 -m rlplus" in said
+    assert main(["plan", str(out), "--gpus", "2"]) == 0
+    assert "2 x cpu, " in capsys.readouterr().out
     assert init(model, data, tmp_path / "named.yaml", "--gpu", "24g") == 0
     assert "this machine has no GPU" not in capsys.readouterr().out
 

@@ -85,3 +85,18 @@ def test_worked_solutions_beside_bare_answers_are_the_demonstrations(model: str,
     begun = start(model, written(tmp_path, rows), make_cluster(1, "24g"))
     assert (begun.config.data.demonstration, begun.config.data.answer_pattern) == ("answer", "#### (.+)")
     assert not any("only the answer" in line for line in begun.reasons)
+
+
+@pytest.mark.parametrize(("end", "dropped"), [("\n#### {}", 4), ("\nSo $\\boxed{{{}}}$.", 4), ("", 0)])
+def test_a_solution_with_another_answer_than_the_row_is_wrong(
+    end: str, dropped: int, model: str, tmp_path: Path
+) -> None:
+    """Behind #### or in a box, though a row has neither; where nothing marks it, a line says what is not known."""
+    rows = [{"prompt": f"{i}?", "answer": i, "solution": "Count." + end.format(i % 36)} for i in range(40)]
+    rows[9]["solution"] = "Count."
+    begun = start(model, written(tmp_path, rows), make_cluster(1, "24g"), ["reward.workers=1"])
+    found = plan_data(begun.config)
+    kept = 40 - dropped - ("boxed" in end)
+    assert f"demonstrations: {kept} of 40 pass the run's own reward" in found.summaries[1]
+    unknown = [any("is not looked at" in line for line in lines) for lines in (begun.reasons, found.summaries)]
+    assert unknown == [not end] * 2

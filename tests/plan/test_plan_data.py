@@ -52,7 +52,7 @@ def test_the_plan_is_what_the_run_reads(tmp_path: Path, capsys: pytest.CaptureFi
     assert found.lengths["prompts"] == Lengths(6, 4, 4, 4, 4, 8)  # bytes
     assert plan(config, tmp_path) == 0
     out = capsys.readouterr().out
-    assert "Row 0, prompt of 4 tokens, answer '0':\n  0+0=\n" in out
+    assert "Row 1, prompt of 4 tokens, answer '0':\n  0+0=\n" in out
     assert "Its demonstration of 4 tokens, reward 1:\n  <0><|endoftext|>\n" in out
     assert "A run would draw from 6 prompts.\n" in out
     assert out.index("A run would draw from") < out.index("memory of a GPU") < out.index("3 steps, hours")

@@ -21,7 +21,8 @@ YAML = "YAML file, such as configs/gsm8k-tiny.yaml"
 GPU_NAMES = (
     "a100-40g", "a100-80g", "h100", "h200", "rtx3090", "rtx4090", "rtx5090", "a10g", "l40s", "dgx-spark", "mi300x",
 )  # fmt: skip
-KNOWN_GPUS = f"{', '.join(GPU_NAMES)}, or a size of memory such as 24g, or cpu; default: this machine's"
+KNOWN_GPUS = f"{', '.join(GPU_NAMES)}, or a size of memory such as 24g, or cpu; default: this machine's, or its CPU"
+GPUS_HELP = "how many; default: 1 where --gpu is given, else this machine's"
 EVERY_S = 5.0  # interval of the lines of `saying_phases`
 
 

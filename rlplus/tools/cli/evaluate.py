@@ -16,7 +16,17 @@ if TYPE_CHECKING:
 SHIPPED = Path(__file__).parents[2] / "configs"
 UNREAD = ("data", "algorithm", "checkpoint", "log", "validation")  # sections about a training
 READ = "data.response_prefix"  # the exception: it is part of the response that is graded
-ASKING = ("prompt", "answer", "answer_pattern", "system_prompt", "template", "columns", "tools", "chat")
+ASKING = (
+    "prompt",
+    "answer",
+    "answer_pattern",
+    "system_prompt",
+    "template",
+    "response_prefix",
+    "columns",
+    "tools",
+    "chat",
+)  # keys of prompts and answers
 
 
 def add(commands: Commands) -> None:
@@ -183,7 +193,7 @@ def _asked_as_trained(args: argparse.Namespace) -> list[str]:
     """Overrides by which problems of --data are read and asked as the run's own; none if it has evaluation.data."""
     from rlplus.train.config import load_config, read_yaml
 
-    path = Path(args.config)
+    path = Path(args.config).expanduser()
     if args.data is None or args.benchmarks is not None or _has_evaluation_data(read_yaml(path)):
         return []
     data = load_config(path, [f"evaluation.data.path={args.data}", *args.overrides]).data

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from rlplus.common import activity
 from rlplus.common.errors import RunFailed
 from rlplus.tools.cli.common import (
+    GPUS_HELP,
     KNOWN_GPUS,
     YAML,
     Commands,
@@ -28,8 +29,8 @@ if TYPE_CHECKING:
 def add(commands: Commands) -> None:
     """Add the command's arguments."""
     plan = commands.add_parser("plan", help="memory of each GPU by part, and a rough time, before a run")
-    plan.add_argument("--gpus", type=int, help="how many; default: this machine's, or 8")
-    plan.add_argument("--gpu", help=f"{KNOWN_GPUS}, or, where it has none, a100-80g is assumed")
+    plan.add_argument("--gpus", type=int, help=GPUS_HELP)
+    plan.add_argument("--gpu", help=KNOWN_GPUS)
     plan.add_argument(
         "--data",
         action="store_true",

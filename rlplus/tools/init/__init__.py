@@ -151,6 +151,7 @@ def _reasons(found: Found, columns: Columns, given: dict[str, Any]) -> list[str]
     lines = [
         columns.summary(config),
         *columns.bare,
+        *filter(None, [config.data.note]),
         *unreadable_answers(config.reward, columns.examples, LOOKED_AT),
         f"{found.tuning}; ZeRO {train.zero_stage}, micro-batches of {train.tokens_per_micro_batch:,} tokens, "
         f"responses of up to {config.rollout.max_response_length:,} tokens; {steps:,} steps",

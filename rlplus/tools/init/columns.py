@@ -24,7 +24,7 @@ NAMES = {  # they are looked for in this order
     "demonstration": ("demonstration", "solution", "target_solution", "target", "response", "completion"),
 }
 GSM8K = r"#### (.+)"  # the answer behind a worked solution
-BEFORE_GSM8K = r"(?s)^(.+?)\s*(?:####|\Z)"
+WORKED_GSM8K = r"(?s)^(.+?)\s*(?:####\s*(?P<answer>.+?)\s*)?\Z"  # its last line is the answer of the solution itself
 BOXED = "Please reason step by step, and put your final answer within \\boxed{}."
 BOXED_ANSWER = "{demonstration}\nThe answer is \\boxed{{{answer}}}."
 LETTER = re.compile(r"[A-J]")
@@ -32,7 +32,7 @@ LOOKED_AT = 200  # rows
 STEP = 128  # lengths are multiples of this
 SHARE = 0.99  # share of the prompts that are short enough
 MOST = 0.5  # a form that more answers have than this share is the column's
-ALMOST_ALL = 0.9  # share of letters among answers that are choices
+ALMOST_ALL = 0.9  # share of letters among answers that are choices, and of boxes among demonstrations that have them
 FAR = 2**20  # longer than any text here
 
 
@@ -139,9 +139,10 @@ def _with_boxes(rows: list[dict[str, Any]], values: dict[str, Any]) -> dict[str,
     """Keys that put the answer in a box behind each demonstration, for data whose demonstrations do not have one."""
     column = values.get("demonstration")
     texts = [str(text) for row in rows if column is not None and (text := _value(row, column))]
-    if all(BOX in text for text in texts) or "demonstration_template" in values:
+    boxed = sum(BOX in text for text in texts)
+    if boxed >= ALMOST_ALL * len(texts) or "demonstration_template" in values:  # grading drops the others
         return {}
-    last_line = {"demonstration_pattern": BEFORE_GSM8K} if any("####" in text for text in texts) else {}
+    last_line = {"demonstration_pattern": WORKED_GSM8K} if any("####" in text for text in texts) else {}
     return {"demonstration_template": BOXED_ANSWER} | last_line | values
 
 

@@ -71,18 +71,17 @@ class Cluster:
 
 
 def make_cluster(gpus: int | None, gpu: str | None) -> Cluster:
-    """The cluster of that name and size; None means this machine's, or 8 x a100-80g if it has no GPU.
+    """The cluster of that name and size; None means this machine's GPUs, or its CPU if it has none.
 
-    gpu: a name in GPUS, a memory size in GiB such as "24g", with unknown speed, or "cpu": ranks of this machine, one by
-    default. ValueError for another name and a number below 1.
+    gpu: a name in GPUS, a memory size in GiB such as "24g", with unknown speed, or "cpu": ranks of this machine. One of
+    them by default. ValueError for another name and a number below 1.
     """
     if gpus is not None and gpus < 1:
         raise ValueError(f"want --gpus of at least 1; got {gpus}")
-    if gpu == CPU:
+    here = torch.cuda.device_count() if gpu is None and torch.cuda.is_available() else 0
+    if gpu == CPU or not (gpu or here):
         return Cluster(gpus or 1, _cpu(gpus or 1))
-    here = torch.cuda.device_count() if gpu is None else 0
-    kind = _this_gpu() if here else _named_gpu("a100-80g" if gpu is None else gpu)
-    return Cluster(gpus or here or 8, kind)
+    return Cluster(gpus or here or 1, _named_gpu(gpu) if gpu else _this_gpu())
 
 
 def _named_gpu(name: str) -> Gpu:

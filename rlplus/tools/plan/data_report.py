@@ -133,7 +133,7 @@ def _column_problems(config: Config) -> list[str]:
     problems = [hidden_choices(rows, data.prompt, data.answer)]
     if data.demonstration is not None:
         problems.append(bare_answers(rows, data.demonstration, data.answer, data.answer_pattern))
-    return [problem for problem in problems if problem is not None]
+    return [problem for problem in (*problems, data.note) if problem is not None]
 
 
 def _lengths(reports: dict[str, LoadReport]) -> Iterator[tuple[str, Lengths]]:

@@ -128,7 +128,7 @@ def _data_lines(plan: "DataPlan") -> Iterator[RenderableType]:
 
 
 def _rendered_lines(rendered: "Rendered") -> Iterator[str]:
-    yield f"Row {rendered.row}, prompt of {rendered.prompt_tokens} tokens, answer {rendered.answer!r}:"
+    yield f"Row {rendered.row + 1}, prompt of {rendered.prompt_tokens} tokens, answer {rendered.answer!r}:"
     yield _indented(rendered.prompt)
     if rendered.demonstration is None:
         yield "No demonstration."

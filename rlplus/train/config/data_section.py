@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, field_validator, model_validator
 
-from rlplus.common.section import Count, Fraction, Pattern, Section, Text
+from rlplus.common.section import Count, DemonstrationPattern, Fraction, Pattern, Section, Text
 
 
 def _template(template: str) -> str:
@@ -52,10 +52,12 @@ class DataConfig(Section):
     teacher of recipe distill; examples/score_demonstrations.py --topk writes it."""
     answer_pattern: Pattern | None = None
     """Regular expression with one group, searched in the answer column: the group is the answer."""
-    demonstration_pattern: Pattern | None = None
-    """Regular expression with one group, searched in the demonstration column: the group is the demonstration."""
+    demonstration_pattern: DemonstrationPattern | None = None
+    """Regular expression with one group, searched in the demonstration column: the group is the demonstration. A second
+    one, (?P<answer>...), is the answer that the demonstration itself gives, if it matches."""
     demonstration_template: Template | None = None
-    """Template of str.format with {demonstration} and {answer}."""
+    """Template of str.format with {demonstration} and {answer}: the answer that demonstration_pattern finds in the
+    demonstration, so that a wrong one is graded as wrong, else the row's, which then no grading finds wrong."""
     benchmark: Text | None = None
     """Column that names the benchmark of a row: evaluations report each one by itself."""
     system_prompt: Text | None = None
@@ -82,6 +84,17 @@ class DataConfig(Section):
     """Largest share of rows, or of demonstrations, that may be dropped; beyond it the data are refused."""
     limit: Count | None = None
     """Number of rows that are read, from the first on; None = all."""
+
+    @property
+    def note(self) -> str | None:
+        """What grading the demonstrations does not say, if the template gives the row's answer to another column's."""
+        own = "(?P<answer>" in (self.demonstration_pattern or "") or self.demonstration in (None, self.answer)
+        if own or "{answer" not in (self.demonstration_template or ""):
+            return None
+        return (
+            "data.demonstration_template writes the row's answer into each demonstration, so all pass: whether their "
+            "own is right is not looked at, unless demonstration_pattern finds it as (?P<answer>...)"
+        )
 
     @property
     def paths(self) -> list[str]:

@@ -299,6 +299,8 @@ def _shaped(config: DataConfig, text: str | None, answer: str | None) -> tuple[s
         missing = None if config.demonstration is None else "demonstrations_missing"
         return None, missing if text is None else "demonstrations_unmatched"
     if config.demonstration_template is not None:
+        found = re.search(config.demonstration_pattern or "", text or "")
+        answer = (found and found.groupdict().get("answer")) or answer
         demonstration = config.demonstration_template.format(demonstration=demonstration, answer=answer)
     if config.response_prefix is None:
         return demonstration, None

@@ -25,7 +25,7 @@ from rlplus.train.evaluation.partial_samples import Answer, Call, Graded, KeptCa
 from rlplus.train.evaluation.results import RESULTS, Evaluation, file_part, join
 from rlplus.train.evaluation.scorers import Scorers, reward_of
 from rlplus.train.learner import check_positions, existing_model, write_pretrained
-from rlplus.train.reward import Score, Scorer
+from rlplus.train.reward import Score, Scorer, unreadable_answers
 from rlplus.train.rollout import (
     ENGINES,
     Completion,
@@ -38,6 +38,7 @@ from rlplus.train.rollout import (
     respond,
 )
 
+LOOKED_AT = 20  # answers of a benchmark that the grader tries before anything is sampled
 _COMPLETIONS_A_CALL = 4096  # bounds what is held as Python lists at a time
 _TOKENS_A_CALL = 1 << 23  # a killed evaluation loses at most these: 1024 responses of 8192 tokens
 
@@ -246,6 +247,9 @@ def _evaluate_model(
     own = sum(len(examples[rank::ranks]) for examples in benchmarks.values())
     if first:
         say(f"responses end in {ends_text(tokenizer, ends)}")
+        for name, examples in benchmarks.items():
+            for line in unreadable_answers(reward_of(config.reward, config.evaluation, name), examples, LOOKED_AT):
+                say(f"{name}: {line}")
     progress(0, own)
     respond = make_respond(config.rollout.function, tokenizer, model_config.vocab_size, config.rollout.environment)
     with TemporaryDirectory() as folder, Scorers(config, config.evaluation) as scorers:

@@ -41,6 +41,6 @@ def unreadable_answers(reward: RewardConfig, examples: Sequence[Example], most: 
             first = wrong[0]
             lines.append(
                 f"answers: {len(wrong):,} of {len(looked_at):,} cannot be read by {kind}: every response there is "
-                f"worth 0 (first: row {first.index}, {first.answer[:40]!r}, {verdicts[first.answer].detail})"
+                f"worth 0 (first: row {first.index + 1}, {first.answer[:40]!r}, {verdicts[first.answer].detail})"
             )
     return lines
