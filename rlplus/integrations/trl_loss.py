@@ -31,6 +31,17 @@ def objective_with(args: Any, objective: str | Objective | None) -> Objective | 
     if chosen.mismatch_cap is not None:
         raise ValueError("want mismatch_cap None: the GRPOConfig has vllm_importance_sampling_correction for it")
     estimator = "k3-unbiased" if args.use_bias_correction_kl else "k3"
+    if args.beta and chosen.kl_estimator != estimator and (chosen.kl_coef or chosen.kl_estimator != "k3"):
+        came = f"{chosen.kl_estimator} with use_bias_correction_kl={args.use_bias_correction_kl} in the GRPOConfig"
+        raise ValueError(f"want the objective's kl_estimator {estimator}; got {came}")
+    high = chosen.clip_high + (chosen.internal == "cispo")  # TRL's is the largest weight itself
+    bounds = {"epsilon": (0.2, chosen.clip_low), "epsilon_high": (None, high), "delta": (None, chosen.dual_clip)}
+    for key, (usual, own) in bounds.items():
+        if getattr(args, key) not in (usual, own):
+            raise ValueError(
+                f"want {key}={usual} in the GRPOConfig, since bounds are the objective's (clip_low, clip_high, "
+                f"dual_clip), or what this one has, {own}; got {getattr(args, key)}"
+            )
     return replace(chosen, kl_coef=args.beta, entropy_coef=args.entropy_coef, kl_estimator=estimator)
 
 

@@ -280,3 +280,22 @@ def test_an_objective_has_the_coefficients_of_the_grpo_config(
 ) -> None:
     assert make_trainer(ours, **changes).objective == replace(Objective(), **fields)
     assert make_trainer(ours, objective=None, **changes).objective is None
+
+
+@pytest.mark.parametrize(
+    ("objective", "changes", "message"),
+    [
+        (Objective(kl_coef=0.1), {"beta": 0.1, "use_bias_correction_kl": True}, "want .* k3-unbiased; got k3 with"),
+        (Objective(kl_estimator="k2"), {"beta": 0.1}, "want .* kl_estimator k3; got k2 with use_bias_correction_kl=F"),
+        (Objective("clip"), {"epsilon_high": 0.28}, "want epsilon_high=None .*, or what this one has, 0.2; got 0.28"),
+        (Objective("cispo"), {"epsilon_high": 5.0}, "want epsilon_high=None .*, or what this one has, 1.2; got 5.0"),
+        (Objective(), {"epsilon": 0.1}, "want epsilon=0.2 in the GRPOConfig, since bounds are the objective's"),
+        (Objective("clip", dual_clip=3.0), {"delta": 4.0}, "want delta=None .*, or what this one has, 3.0; got 4.0"),
+    ],
+)
+def test_what_an_objective_would_silently_replace_is_refused(
+    ours: Any, objective: Objective, changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        make_trainer(ours, objective=objective, **changes)
+    make_trainer(ours, objective=None, **changes)
