@@ -87,7 +87,7 @@ class DataConfig(Section):
 
     @property
     def note(self) -> str | None:
-        """What grading the demonstrations does not say, if the template gives the row's answer to another column's."""
+        """A line for the user where the template writes the row's answer into solutions of another column; else None."""
         own = "(?P<answer>" in (self.demonstration_pattern or "") or self.demonstration in (None, self.answer)
         if own or "{answer" not in (self.demonstration_template or ""):
             return None
