@@ -87,7 +87,7 @@ class DataConfig(Section):
 
     @property
     def note(self) -> str | None:
-        """A line for the user where the template writes the row's answer into solutions of another column; else None."""
+        """A line for users where the template writes the row's answer into solutions of another column; else None."""
         own = "(?P<answer>" in (self.demonstration_pattern or "") or self.demonstration in (None, self.answer)
         if own or "{answer" not in (self.demonstration_template or ""):
             return None
