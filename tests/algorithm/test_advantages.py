@@ -103,8 +103,11 @@ def test_bad_input() -> None:
     for estimator in ("batch", "group-batch"):
         with pytest.raises(ValueError, match="want tokens for advantages"):
             batch_advantages(REWARDS, GROUPS, estimator)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="want k at least 1; got 0"):
-        batch_advantages(REWARDS, GROUPS, "pass@k", k=0)
+    with pytest.raises(ValueError, match="want tokens of 0 or more; got -3"):
+        batch_advantages(REWARDS, GROUPS, "batch", tokens=torch.full_like(GROUPS, -3))
+    for k in (0, 2.5):
+        with pytest.raises(ValueError, match=f"want k an integer of at least 1; got {k}"):
+            batch_advantages(REWARDS, GROUPS, "pass@k", k=k)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"want estimator one of group, leave-one-out, .*; got 'rloo'"):
         batch_advantages(REWARDS, GROUPS, "rloo")  # type: ignore[arg-type]
 

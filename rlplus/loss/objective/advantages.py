@@ -50,6 +50,8 @@ def batch_advantages(
     if estimator in ("batch", "group-batch"):
         if tokens is None:
             raise ValueError(f"want tokens for advantages {estimator}: a response counts as often as it has some")
+        if isinstance(tokens, Tensor) and bool((tokens < 0).any()):
+            raise ValueError(f"want tokens of 0 or more; got {int(tokens.min())}")
         weight = check_tensor("tokens", tokens, (rewards.shape, rewards.device), dtype=torch.int64) * on
         return _whiten(R if estimator == "batch" else centred, weight.double(), eps)
     if estimator == "batch-std":
@@ -63,8 +65,8 @@ def batch_advantages(
     if estimator == "mean":
         mean = R - centred
         return torch.where(alone, centred, torch.where(mean > 0, centred / mean, 0.0))
-    if k < 1:
-        raise ValueError(f"want k at least 1; got {k}")
+    if not isinstance(k, int) or k < 1:
+        raise ValueError(f"want k an integer of at least 1; got {k}")
     solved = torch.bincount(group[on & (R >= 1)], minlength=len(groups))
     values = torch.tensor([_pass_at_k(int(n), int(c), k) for n, c in zip(size, solved, strict=True)], dtype=R.dtype)
     right, wrong = values.view(len(groups), 2).to(R.device)[group].unbind(1)
