@@ -87,7 +87,7 @@ class DataConfig(Section):
 
     @property
     def note(self) -> str | None:
-        """What grading the demonstrations does not say, if the template gives the row's answer to another column's."""
+        """A warning where the template gives the row's answer to the demonstrations of another column."""
         own = "(?P<answer>" in (self.demonstration_pattern or "") or self.demonstration in (None, self.answer)
         if own or "{answer" not in (self.demonstration_template or ""):
             return None
