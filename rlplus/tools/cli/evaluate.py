@@ -191,11 +191,13 @@ def _as_the_run(args: argparse.Namespace) -> list[str]:
     """Overrides by which a file of problems is read as the run's data, unless the configuration says how."""
     from rlplus.train.config import read_yaml
 
+    if not args.data or args.benchmarks or args.template:
+        return []
     run = read_yaml(Path(args.config).expanduser())
     data = run.get("data")
     evaluation = run.get("evaluation")
     own = isinstance(evaluation, dict) and (evaluation.get("data") or evaluation.get("benchmarks"))
-    if not (args.data and isinstance(data, dict)) or own or args.benchmarks or args.template:
+    if not isinstance(data, dict) or own:
         return []
     forms = [f"{key}={json.dumps(data[key])}" for key in FORM if key in data]
     forms += [given[5:] for given in args.overrides if given.startswith(tuple(f"data.{key}=" for key in FORM))]
