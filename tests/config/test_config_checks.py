@@ -157,8 +157,6 @@ def test_every_problem_gets_its_line(minimal: Path) -> None:
         (["data.demonstration=null", "data.max_demonstration_length=9"], "^data: max_demonstration_length is set but"),
         (["data.answer_pattern=("], "^data.answer_pattern: want a regular expression; got '\\('"),
         (["data.answer_pattern=x"], "with exactly one group; got 'x' with 0"),
-        (["data.answer_pattern=(x)(?P<answer>y)"], "with exactly one group; got .* with 2"),
-        (["data.demonstration_pattern=(?P<answer>x)(y)"], "a second one named answer; got .* with 2"),
         (["data.demonstration_template={solution}"], r"want the fields \{demonstration\} and \{answer\}"),
         (["data.demonstration_template=}"], "want a str.format template"),
         (["data.demonstration_template={demonstration:d}"], "want a str.format template.*Unknown format code 'd'"),

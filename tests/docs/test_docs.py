@@ -204,6 +204,7 @@ def check_rlplus(words: Sequence[str], folder: Path) -> None:
         load_comparison(ROOT / path)
         return
     if args.command == "eval":
+        args.config = str(write_minimal(folder)) if path.name == "run.yaml" else args.config
         path, overrides = evaluated(args)
     if path.name == "run.yaml":
         path = write_minimal(folder)

@@ -10,7 +10,7 @@ from init_cases import init, installed_vllm, questions, written
 from rlplus.tools.init import start
 from rlplus.tools.plan import make_cluster
 from rlplus.tools.plan.data_report import plan_data
-from rlplus.train.config import load_config
+from rlplus.train.config import DataConfig, load_config
 from rlplus.train.data import byte_tokenizer, load_examples, response_text
 
 vllm_is_installed = installed_vllm
@@ -100,3 +100,10 @@ def test_a_solution_with_another_answer_than_the_row_is_wrong(
     assert f"demonstrations: {kept} of 40 pass the run's own reward" in found.summaries[1]
     unknown = [any("is not looked at" in line for line in lines) for lines in (begun.reasons, found.summaries)]
     assert unknown == [not end] * 2
+
+
+def test_only_demonstrations_have_a_second_group() -> None:
+    with pytest.raises(ValueError, match=r"with exactly one group; got .* with 2"):
+        DataConfig(answer_pattern="(x)(?P<answer>y)")
+    with pytest.raises(ValueError, match=r"a second one named answer; got .* with 2"):
+        DataConfig(demonstration="solution", demonstration_pattern="(?P<answer>x)(y)")

@@ -87,7 +87,7 @@ class DataConfig(Section):
 
     @property
     def note(self) -> str | None:
-        """A line for users where the template writes the row's answer into solutions of another column; else None."""
+        """A warning where the template gives the row's answer to the demonstrations of another column."""
         own = "(?P<answer>" in (self.demonstration_pattern or "") or self.demonstration in (None, self.answer)
         if own or "{answer" not in (self.demonstration_template or ""):
             return None

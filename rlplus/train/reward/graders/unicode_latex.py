@@ -31,12 +31,15 @@ _SCIENTIFIC = re.compile(r"(?<![\w.\\])(\d+(?:\.\d+)?)[eE]([-+]?\d+)(?![\w.])")
 # 1\,000, which Math-Verify reads as two numbers
 _THOUSANDS = re.compile(r"(?<![\d.])\d{1,3}(?:\\[,;: ]\d{3})+(?!\d)")
 _REPEATING = re.compile(r"(?<![\d.])(\d{1,20})\.(\d{0,20})\\(?:overline|bar) *\{(\d{1,20})\}(?!\d)")
+# The full stop of a sentence that ends with a box or with the text: Math-Verify takes 72. for a decimal without digits
+_FULL_STOP = re.compile(r"(?<=[\w)\]}])(?<!\\left)(?<!\\right)\.(?=\s{0,9}(?:\}|\Z))")
 
 
 def as_latex(text: str) -> str:
     """The text with LaTeX for such characters, and numbers that Math-Verify misreads in another form.
 
-    1.6e-19 becomes a product, 1\\,000 the number without spaces, 0.\\overline{3} a fraction. Other ASCII is unchanged.
+    1.6e-19 becomes a product, 1\\,000 the number without spaces, 0.\\overline{3} a fraction. A full
+    stop before the end of a box or of the text is left out. Other ASCII is unchanged.
     """
     if not text.isascii():
         text = re.sub(rf"(?<=\d){_SPACE}(?=\d{{3}}(?!\d))", "", text)  # between thousands
@@ -46,6 +49,7 @@ def as_latex(text: str) -> str:
         text = re.sub(_FRACTIONS, _fraction, text)
         text = text.translate(_SINGLE)
         text = _with_roots(text)
+    text = _FULL_STOP.sub("", text)
     text = _THOUSANDS.sub(lambda found: re.sub(r"\\.", "", found[0]), text)
     text = _REPEATING.sub(_repeating, text)
     return _SCIENTIFIC.sub(r"\1 \\times 10^{\2}", text)
