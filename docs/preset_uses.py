@@ -34,6 +34,7 @@ PAGES = {
     "experiments/compare/results/variants.json": ("two other weights", "paper-study.md#two-other-weights"),
     "experiments/compare/results/prefixes.json": ("prefixes", "paper-study.md#demonstrated-prefixes"),
     "experiments/compare/results/form.json": ("two forms", "which-method.md#the-form-alone"),
+    "experiments/compare/results/form-rates.json": ("two forms, own rates", "which-method.md#each-at-its-own-rate"),
     "experiments/compare/results/words.json": ("words", "paper-study.md#word-problems-and-a-larger-model"),
     "experiments/compare/results/updates.json": ("updates", "what-decides.md#how-many-updates-a-step"),
     "experiments/compare/results/paper-sizes.json": ("sizes", "what-decides.md#how-large-the-model"),

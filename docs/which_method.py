@@ -190,7 +190,7 @@ def joined(outcomes: Sequence[Outcome]) -> list[Evaluation]:
 
 def short_result(runs: Runs, method: str) -> str:
     outcomes = list(runs.of(method).values())
-    if not outcomes:
+    if len(outcomes) < len(runs.of("RL-PLUS")):  # none, or not on all seeds of the row
         return ""
     mean = percent(fmean(map(pass_at_1, outcomes)))
     return f"{mean}; {found(outcomes)}" if runs.finds else mean
@@ -215,14 +215,29 @@ def contrast_row(form: str) -> tuple[str, ...]:
     return (form, *map(percent, shares), percent(fmean(shares)), str(found(outcomes)))
 
 
-def form_runs(table: Table, part: str = "first") -> str:
+def form_runs(table: Table, part: str = "first", file: str = "form") -> str:
     """The runs of a part of the comparison of forms that was fixed before them."""
-    return table(registered.RUN_HEADER, iter(registered.run_rows(loaded("form"), part)))
+    return table(registered.RUN_HEADER, iter(registered.run_rows(loaded(file), part)))
 
 
-def form_tests(table: Table, part: str = "first") -> str:
+def form_tests(table: Table, part: str = "first", file: str = "form") -> str:
     """The differences of a part of the same comparison, and their tests."""
-    return table(registered.TESTED_HEADER, iter(registered.difference_rows(loaded("form"), part)))
+    return table(registered.TESTED_HEADER, iter(registered.difference_rows(loaded(file), part)))
+
+
+def form_search(table: Table) -> str:
+    """Mean pass@1 of each rate that was tried on seeds of its own, the chosen one bold."""
+    searched = loaded("form-rates").rates
+    tried = {name: searched[setting][method] for name, (setting, method) in registered.RUNS.items()}
+    rates = sorted({float(rate) for scores in tried.values() for rate in scores})
+
+    def cell(scores: dict[str, float], rate: float) -> str:
+        score = scores.get(f"{rate:g}")
+        text = "" if score is None else percent(score)
+        return f"**{text}**" if score == max(scores.values()) else text
+
+    rows = ((name, *(cell(scores, rate) for rate in rates)) for name, scores in tried.items())
+    return table(("runs", *(f"{rate:g}" for rate in rates)), rows)
 
 
 def forms(table: Table) -> str:

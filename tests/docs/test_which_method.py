@@ -126,28 +126,35 @@ def test_the_clean_contrast_has_the_same_base_models() -> None:
     assert all(share(a) > share(b) for a, b in zip(*runs, strict=True))
 
 
-def test_the_comparison_of_the_form_alone_has_its_runs_and_tests() -> None:
+@pytest.mark.parametrize(
+    ("file", "runs_part", "tests_part"),
+    [("form", "form-runs", "form-tests"), ("form-rates", "form-own-rates", "form-own-rate-tests")],
+)
+def test_the_comparison_of_the_form_alone_has_its_runs_and_tests(file: str, runs_part: str, tests_part: str) -> None:
     short = "without the first number"
     places = [("own", "GRPO"), (short, "RL-PLUS"), ("own", "RL-PLUS")]
-    runs = {place: outcomes("form", *place) for place in places}
+    runs = {place: outcomes(file, *place) for place in places}
     seeds = [o["seed"] for o in runs["own", "GRPO"]]
     assert len(seeds) >= 10
     assert seeds == [*range(200, 200 + len(seeds))]
     assert all([o["seed"] for o in each] == seeds for each in runs.values())
-    assert {o["rate"] for each in runs.values() for o in each} == {1e-3}
+    searched = json.loads((ROOT / f"experiments/compare/results/{file}.json").read_text())["rates"]
+    for (setting, method), each in runs.items():
+        tried = searched[setting][method] if searched else {"0.001": 1}
+        assert {o["rate"] for o in each} == {float(max(sorted(tried, key=float), key=lambda rate: tried[rate]))}
     bases = [
-        [[each["correct"] for each in o["results"].values()] for o in outcomes("form", setting, "Base")]
+        [[each["correct"] for each in o["results"].values()] for o in outcomes(file, setting, "Base")]
         for setting in ("own", short)
     ]
     assert bases[0] == bases[1], "the same base models"
-    for row, place in zip(rows("form-runs"), places, strict=True):
+    for row, place in zip(rows(runs_part), places, strict=True):
         parts = {at: [100 * share(o) for o in runs[place] if finds(o) == at] for at in (True, False)}
         assert float(row[1]) == pytest.approx(fmean(parts[True] + parts[False]), abs=0.051)
         assert row[2].startswith(f"{len(parts[True])} of {len(seeds)} (")
         for cell, each in zip(row[3:], parts.values(), strict=True):
             assert not (cell or each) or float(cell) == pytest.approx(fmean(each), abs=0.051)
     signs = np.array([*product((1, -1), repeat=len(seeds))])
-    raw, shown = [], rows("form-tests")
+    raw, shown = [], rows(tests_part)
     grpo, other, own = places
     for row, (first, second) in zip(shown, [(own, other), (own, grpo), (other, grpo)], strict=True):
         differences = np.array([share(a) - share(b) for a, b in zip(runs[first], runs[second], strict=True)])
