@@ -2,17 +2,18 @@
 
     rlplus eval run.yaml --model MODEL --data train.jsonl --output runs/own
         evaluation.samples=16 evaluation.temperature=1
-    python examples/own_demonstrations.py run.yaml $OWN --samples runs/own --output own.jsonl
-    rlplus train run.yaml $OWN data.path=own.jsonl
+    python examples/own_demonstrations.py run.yaml --samples runs/own --output own.jsonl
+        data.demonstration=own_response data.demonstration_pattern=null data.demonstration_template=null
+    rlplus train run.yaml data.path=own.jsonl
+        data.demonstration=own_response data.demonstration_pattern=null data.demonstration_template=null
 
-with OWN="data.demonstration=own_response data.demonstration_pattern=null data.demonstration_template=null". The first
-command samples responses to the training problems and grades them; it must ask as the run does, which it does unless
-the run has `evaluation.data` of its own. The second one puts the right and complete responses of each problem, each
-text once and in the order in which they were sampled, into the column `data.demonstration`; null where there is none,
-so that the run trains on rollouts alone there. Of several, `data.demonstration_choice` picks one. Other columns stay as
-they are: one with logprobs of the former demonstrations no longer fits. Refused are a pattern or a template of these,
-which would change the responses, and a column that has something else, as in data whose worked solutions have the
-answers in them.
+The first command samples responses to the training problems and grades them; it must ask as the run does, which it
+does unless the run has `evaluation.data` of its own. The second one puts the right and complete responses of each
+problem, each text once and in the order in which they were sampled, into the column `data.demonstration`; null where
+there is none, so that the run trains on rollouts alone there. Of several, `data.demonstration_choice` picks one. Other
+columns stay as they are: one with logprobs of the former demonstrations no longer fits. Refused are a pattern or a
+template of these, which would change the responses, and a column that has something else, as in data whose worked
+solutions have the answers in them.
 """
 
 import argparse

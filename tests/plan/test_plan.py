@@ -250,8 +250,11 @@ def test_the_command(capsys):
     ],
 )
 def test_what_is_wrong_is_one_message(capsys, arguments, message):
-    options = [*arguments, *([] if "--gpus" in arguments else ["--gpus", "8"])]
-    assert main(["plan", str(PAPER), *options]) == 2
+    given = [
+        *([] if "--gpus" in arguments else ["--gpus", "8"]),
+        *([] if "--gpu" in arguments else ["--gpu", "a100-80g"]),
+    ]
+    assert main(["plan", str(PAPER), *arguments, *given]) == 2
     error = capsys.readouterr().err
     assert message in error
     assert "Traceback" not in error

@@ -173,7 +173,7 @@ def test_what_a_run_would_refuse_is_shown_and_said(tmp_path: Path, capsys: pytes
     config = run_config(tmp_path, data={"path": write_rows(tmp_path, rows)}, train={"prompts_per_step": 8})
     assert plan(config, tmp_path) == 1
     out = capsys.readouterr().out
-    assert "Row 4, prompt of 2 tokens, answer '4':\n  4=\n" in out
+    assert "Row 5, prompt of 2 tokens, answer '4':\n  4=\n" in out
     assert "Its demonstration of 4 tokens, dropped by the run's own reward: wrong:\n  <9><|endoftext|>\n" in out
     dropped = (
         "demonstrations: 4 of 6 pass the run's own reward; dropped: 2 wrong; "

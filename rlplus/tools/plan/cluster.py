@@ -79,9 +79,9 @@ def make_cluster(gpus: int | None, gpu: str | None) -> Cluster:
     if gpus is not None and gpus < 1:
         raise ValueError(f"want --gpus of at least 1; got {gpus}")
     here = torch.cuda.device_count() if gpu is None and torch.cuda.is_available() else 0
-    if gpu == CPU or not (gpu or here):
+    if gpu == CPU or (gpu is None and not here):
         return Cluster(gpus or 1, _cpu(gpus or 1))
-    return Cluster(gpus or here or 1, _named_gpu(gpu) if gpu else _this_gpu())
+    return Cluster(gpus or here or 1, _this_gpu() if gpu is None else _named_gpu(gpu))
 
 
 def _named_gpu(name: str) -> Gpu:
