@@ -8,12 +8,12 @@
         data.demonstration=own_response data.demonstration_pattern=null data.demonstration_template=null
 
 The first command samples responses to the training problems and grades them; it must ask as the run does, which it
-does unless the run has `evaluation.data` of its own. The second one puts the right and complete responses of each
-problem, each text once and in the order in which they were sampled, into the column `data.demonstration`; null where
-there is none, so that the run trains on rollouts alone there. Of several, `data.demonstration_choice` picks one. Other
-columns stay as they are: one with logprobs of the former demonstrations no longer fits. Refused are a pattern or a
-template of these, which would change the responses, and a column that has something else, as in data whose worked
-solutions have the answers in them.
+does unless the run has `evaluation.data` or `evaluation.benchmarks`. The second one puts the right and complete
+responses of each problem, each text once and in the order in which they were sampled, into the column
+`data.demonstration`; null where there is none, so that the run trains on rollouts alone there. Of several,
+`data.demonstration_choice` picks one. Other columns stay as they are: one with logprobs of the former demonstrations no
+longer fits. Refused are a pattern or a template of these, which would change the responses, and a column that has
+something else, as in data whose worked solutions have the answers in them.
 """
 
 import argparse

@@ -56,7 +56,7 @@ def test_lengths_fit_the_positions_of_the_model(tmp_path, monkeypatch, capsys):
 def test_a_file_of_problems_is_read_as_the_runs_data(tmp_path: Path) -> None:
     """Unless the configuration names problems of its own; what is given comes last."""
     config = run_config(
-        tmp_path, data={"prompt": "question", "system_prompt": "A \\boxed{}, 100%: '\"\n", "chat": True}
+        tmp_path, data={"prompt": "question", "system_prompt": "A \\boxed{}, 100%: '\"\n\x7f \u2028 é", "chat": True}
     )
     path = tmp_path / "run.yaml"
     path.write_text(config.to_yaml())
@@ -69,6 +69,9 @@ def test_a_file_of_problems_is_read_as_the_runs_data(tmp_path: Path) -> None:
     data = load_config(*evaluated(parse([*command[:-2], "--template", "qwen", command[-1]]))).evaluation.data
     assert data is not None
     assert (data.prompt, data.chat, data.system_prompt) == ("question", False, None)
+    data = load_config(*evaluated(parse([*command[:-2], "evaluation.data.template=qwen", command[-1]]))).evaluation.data
+    assert data is not None
+    assert (data.prompt, data.template, data.system_prompt) == ("question", "qwen", None)
     path.write_text(run_config(tmp_path, evaluation={"data": {"path": "b.jsonl", "max_prompt_length": 8}}).to_yaml())
     data = load_config(*evaluated(parse(command))).evaluation.data
     assert data is not None

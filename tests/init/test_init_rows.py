@@ -1,5 +1,6 @@
 """Rows that lack an answer, or have one of another form: `rlplus init` counts them and keeps the others."""
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,7 @@ import pytest
 from init_cases import init, installed_vllm, questions, written
 
 from rlplus.tools.init import start
+from rlplus.tools.init.columns import WORKED_GSM8K
 from rlplus.tools.plan import make_cluster
 from rlplus.tools.plan.data_report import plan_data
 from rlplus.train.config import DataConfig, load_config
@@ -107,3 +109,19 @@ def test_only_demonstrations_have_a_second_group() -> None:
         DataConfig(answer_pattern="(x)(?P<answer>y)")
     with pytest.raises(ValueError, match=r"a second one named answer; got .* with 2"):
         DataConfig(demonstration="solution", demonstration_pattern="(?P<answer>x)(y)")
+
+
+@pytest.mark.parametrize(
+    ("solution", "parts"),
+    [
+        ("Count.\n#### 1,234\n", ("Count.", "1,234")),
+        ("Count.\n#### 72\n\nA note.", ("Count.", "72")),
+        ("Count.\n#### 72\n#### 73", ("Count.", "72")),
+        ("Count.\n#### ", ("Count.", None)),
+        ("Count.", ("Count.", None)),
+    ],
+)
+def test_the_answer_of_a_solution_is_the_line_behind_the_mark(solution: str, parts: tuple[str, str | None]) -> None:
+    found = re.search(WORKED_GSM8K, solution)
+    assert found is not None
+    assert found.groups() == parts

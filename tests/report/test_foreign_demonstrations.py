@@ -50,5 +50,5 @@ def test_the_bounds_are_those_of_the_committed_results() -> None:
     assert round(min(first[OWN]), 2) == foreign_demonstrations.OWN
     assert round(max(first[OTHER]), 2) == foreign_demonstrations.FOREIGN
     assert loaded("words").outcomes
-    assert found_at(0.73).endswith("the model's own form.")
+    assert "the model's own form, but for its own responses" in found_at(0.73)
     assert found_at(0.51).endswith("a foreign form.")

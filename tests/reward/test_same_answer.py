@@ -97,6 +97,20 @@ def test_characters_that_stand_for_latex_are_read_on_both_sides(name: str, writt
         assert GRADERS[name](f"So \\boxed{{{response}}}.", "777", {})[:2] == (0.0, "ok")
 
 
+@pytest.mark.parametrize("name", ["math_verify", "math_verify_box", "math_verify_strict"])
+@pytest.mark.parametrize("box", ["72.", "$72.$", "72\\%.", "72 .", "50°.", "|3|.", "(1, 2]."])
+def test_the_full_stop_behind_an_answer_is_not_read(box: str, name: str) -> None:
+    answer = box.replace(".", "")
+    assert GRADERS[name](f"So it is \\boxed{{{box}}}", answer, {})[0] == 1
+    assert GRADERS[name](f"So it is \\boxed{{{answer}}}", answer + ".", {})[0] == 1
+    assert GRADERS[name](f"So it is \\boxed{{{box}}}", "71", {})[0] == 0
+
+
+def test_points_that_are_no_full_stop_stay() -> None:
+    for text in (r"\boxed{1.5}", r"\boxed{.5}", r"\left. x \right.}", r"\bigr.}", "1. x"):
+        assert as_latex(text) == text
+
+
 @given(st.text(st.characters(max_codepoint=127)))
 def test_ascii_text_is_left_alone(text: str) -> None:
     """But for numbers in scientific notation, with spaces between thousands, or with a bar, and last full stops."""

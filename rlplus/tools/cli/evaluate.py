@@ -3,6 +3,7 @@
 import argparse
 import json
 import os
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -190,16 +191,25 @@ def evaluated(args: argparse.Namespace) -> tuple[Path, list[str]]:
 
 
 def _asked_as_trained(args: argparse.Namespace) -> list[str]:
-    """Overrides by which problems of --data are read and asked as the run's own; none if it has evaluation.data."""
+    """Overrides by which problems of --data are read and asked as the run's own; none if it has its own."""
     from rlplus.train.config import load_config, read_yaml
 
     path = Path(args.config).expanduser()
-    if args.data is None or args.benchmarks is not None or _has_evaluation_data(read_yaml(path)):
+    given = {key.strip(): value for key, _, value in (each.partition("=") for each in args.overrides)}
+    benchmarks = args.benchmarks or given.get("evaluation.benchmarks")
+    if args.data is None or benchmarks or _has_evaluation_data(read_yaml(path)):
         return []
     data = load_config(path, [f"evaluation.data.path={args.data}", *args.overrides]).data
-    whole = ("template", "chat", "system_prompt") if args.template else ()  # a template is the whole prompt
+    template = args.template or given.get("evaluation.data.template", "own")
+    whole = () if template == "own" else ("template", "chat", "system_prompt", "tools")  # it is the whole prompt
     keys = [key for key in ASKING if key in data.model_fields_set and key not in whole]
-    return [f"evaluation.data.{key}={json.dumps(getattr(data, key), ensure_ascii=False)}" for key in keys]
+    return [f"evaluation.data.{key}={_yaml(getattr(data, key))}" for key in keys]
+
+
+def _yaml(value: Any) -> str:
+    """JSON in which characters are escaped that YAML takes for the end of a line, or refuses."""
+    text = json.dumps(value, ensure_ascii=False)
+    return re.sub("[\x7f-\x9f\u2028\u2029]", lambda found: f"\\u{ord(found[0]):04x}", text)
 
 
 def _has_evaluation_data(sections: dict[str, Any]) -> bool:

@@ -24,7 +24,9 @@ NAMES = {  # they are looked for in this order
     "demonstration": ("demonstration", "solution", "target_solution", "target", "response", "completion"),
 }
 GSM8K = r"#### (.+)"  # the answer behind a worked solution
-WORKED_GSM8K = r"(?s)^(.+?)\s*(?:####\s*(?P<answer>.+?)\s*)?\Z"  # its last line is the answer of the solution itself
+WORKED_GSM8K = (
+    r"(?s)^(.+?)\s*(?:####[^\S\n]*(?P<answer>[^\n]*\S)?|\Z)"  # its last line is the answer of the solution itself
+)
 BOXED = "Please reason step by step, and put your final answer within \\boxed{}."
 BOXED_ANSWER = "{demonstration}\nThe answer is \\boxed{{{answer}}}."
 LETTER = re.compile(r"[A-J]")

@@ -20,7 +20,8 @@ def found_at(p: float) -> str:
     """A sentence on what the study found at this mean probability of a demonstrated token."""
     study = "In our study of small models RL-PLUS was"
     if p >= OWN:
-        return f"{study} above GRPO at {OWN:.2f} and more (logprobs from {OWN_LOGPROB:g}): the model's own form."
+        own = "the model's own form, but for its own responses, which were not seen to help"
+        return f"{study} above GRPO at {OWN:.2f} and more (logprobs from {OWN_LOGPROB:g}): {own}."
     if p <= FOREIGN:
         return f"{study} nowhere clearly above GRPO at {FOREIGN:.2f} and less ({FOREIGN_LOGPROB:g}): a foreign form."
     return f"Our study has nothing between {FOREIGN:.2f}, a foreign form, and {OWN:.2f}, the model's own."

@@ -32,7 +32,9 @@ _SCIENTIFIC = re.compile(r"(?<![\w.\\])(\d+(?:\.\d+)?)[eE]([-+]?\d+)(?![\w.])")
 _THOUSANDS = re.compile(r"(?<![\d.])\d{1,3}(?:\\[,;: ]\d{3})+(?!\d)")
 _REPEATING = re.compile(r"(?<![\d.])(\d{1,20})\.(\d{0,20})\\(?:overline|bar) *\{(\d{1,20})\}(?!\d)")
 # The full stop of a sentence that ends with a box or with the text: Math-Verify takes 72. for a decimal without digits
-_FULL_STOP = re.compile(r"(?<=[\w)\]}])(?<!\\left)(?<!\\right)\.(?=\s{0,9}(?:\}|\Z))")
+_FULL_STOP = re.compile(
+    r"(?<=[\w)\]}%!|$'])(?<!\\left)(?<!\\right)(?<!\\[bB]ig[lr])(?<!\\[bB]igg[lr])\s{0,3}\.(?=\s{0,9}\$?\s{0,9}(?:\}|\Z))"
+)
 
 
 def as_latex(text: str) -> str:
