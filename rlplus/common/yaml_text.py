@@ -1,5 +1,6 @@
 """YAML text -> values, with one clear line for whatever is wrong with it."""
 
+import json
 import re
 from collections.abc import Hashable
 from typing import Any
@@ -59,6 +60,12 @@ def parse_yaml(text: str, place: object) -> Any:
         raise ValueError(f"{place}{where}: invalid YAML: {error.problem or error.context}") from error
     except yaml.YAMLError as error:
         raise ValueError(f"{place}: invalid YAML: {' '.join(str(error).split())}") from error
+
+
+def yaml_value(value: Any) -> str:
+    """JSON that `parse_yaml` reads back: characters are escaped that YAML takes for the end of a line, or refuses."""
+    text = json.dumps(value, ensure_ascii=False)
+    return re.sub("[\x7f-\x9f\u2028\u2029]", lambda found: f"\\u{ord(found[0]):04x}", text)
 
 
 def _parsed(text: str) -> Any:

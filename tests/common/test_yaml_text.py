@@ -10,7 +10,7 @@ import yaml
 from report_pages import step_line
 from trainer_runs import run_config
 
-from rlplus.common.yaml_text import parse_yaml
+from rlplus.common.yaml_text import parse_yaml, yaml_value
 from rlplus.tools.cli import main
 from rlplus.tools.watch import FollowedRun, View
 
@@ -93,3 +93,10 @@ def test_an_override_is_refused_in_a_line(tmp_path: Path, value: str, capsys: py
     assert main(["train", str(path), f"train.steps={value}"]) == 2
     error = capsys.readouterr().err
     assert error == f"rlplus train: override {f'train.steps={value}'[:80]!r}: the value is not valid YAML\n"
+
+
+@pytest.mark.parametrize(
+    "value", ["a \x7f b \x85 c \u2028 d \u2029 é 😀 \"'\\\n#: ", ["x", 1, None], {"k": 1e-3}, "", True]
+)
+def test_a_value_is_read_back(value: object) -> None:
+    assert parse_yaml(yaml_value(value), "the value") == value

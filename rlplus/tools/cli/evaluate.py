@@ -1,9 +1,7 @@
 """`rlplus eval`."""
 
 import argparse
-import json
 import os
-import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -192,6 +190,7 @@ def evaluated(args: argparse.Namespace) -> tuple[Path, list[str]]:
 
 def _asked_as_trained(args: argparse.Namespace) -> list[str]:
     """Overrides by which problems of --data are read and asked as the run's own; none if it has its own."""
+    from rlplus.common.yaml_text import yaml_value
     from rlplus.train.config import load_config, read_yaml
 
     path = Path(args.config).expanduser()
@@ -203,13 +202,7 @@ def _asked_as_trained(args: argparse.Namespace) -> list[str]:
     template = args.template or given.get("evaluation.data.template", "own")
     whole = () if template == "own" else ("template", "chat", "system_prompt", "tools")  # it is the whole prompt
     keys = [key for key in ASKING if key in data.model_fields_set and key not in whole]
-    return [f"evaluation.data.{key}={_yaml(getattr(data, key))}" for key in keys]
-
-
-def _yaml(value: Any) -> str:
-    """JSON in which characters are escaped that YAML takes for the end of a line, or refuses."""
-    text = json.dumps(value, ensure_ascii=False)
-    return re.sub("[\x7f-\x9f\u2028\u2029]", lambda found: f"\\u{ord(found[0]):04x}", text)
+    return [f"evaluation.data.{key}={yaml_value(getattr(data, key))}" for key in keys]
 
 
 def _has_evaluation_data(sections: dict[str, Any]) -> bool:

@@ -20,6 +20,7 @@ from rlplus.common.commands import ending_with_this_process
 from rlplus.common.durable import UNSEALED, flush, make_folder, write_text
 from rlplus.common.errors import RunFailed, ending
 from rlplus.common.textfiles import file_name
+from rlplus.common.yaml_text import yaml_value
 from rlplus.tools.compare.config import BASE, Comparison, Overrides, best_rate
 from rlplus.tools.compare.prepared import MODEL, TEST, TRAIN, VALIDATION, Preparation, checked_options, find_function
 from rlplus.tools.compare.run_identity import ASKED, read_asked, trained_part, without_own
@@ -391,7 +392,7 @@ def _tail(log: Path, what: str) -> str:
 
 def _settings(values: Overrides) -> list[str]:
     """The values as overrides of the command line."""
-    return [f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in values.items()]
+    return [f"{key}={yaml_value(value)}" for key, value in values.items()]
 
 
 def solved(results: Mapping[str, Evaluation]) -> float:
